@@ -1,0 +1,55 @@
+# One command does all. `make demo` and `make test` work in a fresh clone: they create .venv first.
+# COEXEC_* variables are listed by `python -m coexec.config`.
+
+# The first of these that runs and is new enough; `make PYTHON=/path/to/python3.12 test` chooses another.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+    $$p -c 'import sys; sys.exit(not sys.version_info >= (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CXX_FILES := $(wildcard src/coexec/csrc/*.cpp src/coexec/csrc/*.h tests/csrc/*.cpp)
+
+.PHONY: demo test test-full bench lint format format-check typecheck check wheel clean
+
+demo: $(READY)
+	$(BIN)/python -m examples.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: $(READY)
+	$(BIN)/python -m pytest
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.bench_overhead --json out/bench/overhead.json
+	$(BIN)/python -m benchmarks.bench_step --json out/bench/step.json
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix --select I .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+format-check: $(READY)
+	$(BIN)/ruff format --check .
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run --Werror $(CXX_FILES))
+
+typecheck: $(READY)
+	$(BIN)/mypy
+
+check: lint format-check typecheck test
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(READY): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: install one, or run make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $(READY)
