@@ -1,0 +1,226 @@
+"""Every option and every environment variable of coexec, declared once; nothing else reads `os.environ`.
+
+`Options` holds what `coexec.compile()` and `coexec.step()` take. `Settings` holds what belongs to the process; it is
+read from the environment at each use, so that a test or a notebook may change a variable at any time.
+
+`python -m coexec.config` prints the list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coexec.errors import ConflictingOptionsError, OptionValueError, UnknownOptionError
+
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("", "0", "false", "no", "off")
+
+
+def _declare(
+    default: Any, help_text: str, *, choices: tuple[Any, ...] = (), env: str = "", in_key: bool = False
+) -> Any:
+    """Declares one dataclass field as an option.
+
+    Args:
+        default: the value if nobody says anything.
+        help_text: one line for `python -m coexec.config` and the docs.
+        choices: the valid values; empty if any value of the type is valid.
+        env: the environment variable that replaces the default.
+        in_key: the option changes what a compiled artifact computes or how, so it is part of the artifact's key.
+    """
+    metadata = {"help": help_text, "choices": choices, "env": env, "in_key": in_key}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one step. Build it with :func:`make_options`, which validates."""
+
+    backend: str = _declare(
+        "auto",
+        "executor of the compiled segments; 'auto' compiles with Inductor and keeps whatever is right and fastest",
+        choices=("auto", "replay", "inductor"),
+        env="COEXEC_BACKEND",
+        in_key=True,
+    )
+    numerics: str = _declare(
+        "fast",
+        "'fast' may differ from eager by rounding; 'exact' is bit-identical and uses 'replay' only",
+        choices=("fast", "exact"),
+        env="COEXEC_NUMERICS",
+        in_key=True,
+    )
+    dynamic: bool | None = _declare(
+        None,
+        "compile with symbolic sizes: None once a size has changed, True at once, False never",
+        choices=(None, True, False),
+        in_key=True,
+    )
+    mode: str = _declare(
+        "coexec",
+        "'coexec' runs graph and Python at once; 'lazy' starts the graph when Python needs a value; 'eager' is plain",
+        choices=("coexec", "lazy", "eager"),
+        env="COEXEC_MODE",
+    )
+    overlap: bool = _declare(
+        False,
+        "let a call return before its graph has finished; whoever touches a result waits for it",
+        choices=(False, True),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of the process, one environment variable each."""
+
+    disable: bool = _declare(False, "1 turns coexec off: every step is the plain function", env="COEXEC_DISABLE")
+    cache_dir: Path = _declare(
+        Path("~/.cache/coexec"),
+        "folder of the native core and of compiled artifacts; it is created with mode 0700",
+        env="COEXEC_CACHE_DIR",
+    )
+    store: str = _declare(
+        "",
+        "SQLAlchemy URL of the subgraph database; empty: an SQLite file in the cache folder",
+        env="COEXEC_STORE",
+    )
+    debug: int = _declare(
+        0,
+        "0 quiet; 1 phase changes and fallbacks on stderr; 2 also checks every graph, plan and placeholder; "
+        "3 also dumps them below COEXEC_DEBUG_DIR",
+        choices=(0, 1, 2, 3),
+        env="COEXEC_DEBUG",
+    )
+    debug_dir: Path = _declare(Path("coexec_debug"), "where debug level 3 writes", env="COEXEC_DEBUG_DIR")
+    quiet: bool = _declare(False, "1 leaves out the line that says the native core is being built", env="COEXEC_QUIET")
+
+
+def make_options(**given: Any) -> Options:
+    """Returns validated options.
+
+    A value equal to the option's default is replaced by the option's environment variable, so that
+    `COEXEC_MODE=eager python train.py` needs no edit; a value that differs from the default wins.
+
+    Raises:
+        UnknownOptionError: a name that is no option; the message lists the valid ones.
+        OptionValueError: a value outside the option's domain.
+        ConflictingOptionsError: `numerics="exact"` with a backend that compiles.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    for name in given:
+        if name not in fields:
+            raise UnknownOptionError(name, fields)
+    values = {name: _option_value(field, given) for name, field in fields.items()}
+    options = Options(**values)
+    if options.numerics == "exact" and options.backend not in ("auto", "replay"):
+        raise ConflictingOptionsError(
+            f"numerics='exact' is bit-identical to eager, which backend={options.backend!r} is not: leave backend at "
+            f"'auto' (it will use 'replay'), or use numerics='fast'."
+        )
+    return options
+
+
+def options_key(options: Options) -> dict[str, str]:
+    """Returns the named entries of `options` that belong in an artifact's key, as text."""
+    return {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options) if f.metadata["in_key"]}
+
+
+def settings() -> Settings:
+    """Returns the settings of the process as the environment says now.
+
+    Raises:
+        OptionValueError: a variable has a value outside its domain.
+    """
+    values = {field.name: _from_environment(field) for field in dataclasses.fields(Settings)}
+    return Settings(**{name: value for name, value in values.items() if value is not None})
+
+
+def disabled() -> bool:
+    """Returns whether COEXEC_DISABLE turns everything off."""
+    return settings().disable
+
+
+def debug_level() -> int:
+    """Returns COEXEC_DEBUG, 0 to 3."""
+    return settings().debug
+
+
+def cache_dir() -> Path:
+    """Returns the cache folder, expanded and absolute; it may not exist yet.
+
+    `COEXEC_CACHE_DIR` first, then `$XDG_CACHE_HOME/coexec`, then `~/.cache/coexec`.
+    """
+    if not os.environ.get("COEXEC_CACHE_DIR") and (base := os.environ.get("XDG_CACHE_HOME")):
+        return Path(base, "coexec").expanduser().absolute()
+    return settings().cache_dir.expanduser().absolute()
+
+
+def describe() -> str:
+    """Returns one paragraph per option and variable: name, default, domain, whether it is in the key, help."""
+    lines = ["Options of coexec.compile() and coexec.step():"]
+    lines += [_describe_field(field, field.name) for field in dataclasses.fields(Options)]
+    lines += ["", "Environment variables, read at each use:"]
+    lines += [_describe_field(field, field.metadata["env"]) for field in dataclasses.fields(Settings)]
+    return "\n".join(lines)
+
+
+def _option_value(field: dataclasses.Field[Any], given: Mapping[str, Any]) -> Any:
+    value = given.get(field.name, field.default)
+    _check_choice(field.name, value, field.metadata["choices"])
+    if value == field.default and (from_env := _from_environment(field)) is not None:
+        return from_env
+    return value
+
+
+def _from_environment(field: dataclasses.Field[Any]) -> Any:
+    """The parsed value of the field's variable, or None if it has no variable or the variable is unset."""
+    env = field.metadata["env"]
+    text = os.environ.get(env) if env else None
+    if text is None:
+        return None
+    value = _parse(env, text.strip(), type(field.default))
+    _check_choice(env, value, field.metadata["choices"])
+    return value
+
+
+def _parse(env: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() in TRUE_WORDS:
+            return True
+        if text.lower() in FALSE_WORDS:
+            return False
+        raise OptionValueError(env, text, (*TRUE_WORDS, *FALSE_WORDS[1:]))
+    if not text:
+        return None  # `VARIABLE= command` means unset, as for most programs
+    if kind is int:
+        if not text.isdecimal():
+            raise OptionValueError(env, text, ("a whole number",))
+        return int(text)
+    return kind(text)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    # Types are compared too: 1 == True, and overlap=1 would make a second key for the same artifact.
+    if choices and not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise OptionValueError(name, value, choices)
+
+
+def _describe_field(field: dataclasses.Field[Any], title: str) -> str:
+    meta = field.metadata
+    facts = [f"default {str(field.default)!r}" if isinstance(field.default, Path) else f"default {field.default!r}"]
+    if meta["choices"]:
+        facts.append("one of " + ", ".join(repr(choice) for choice in meta["choices"]))
+    if meta["env"] and meta["env"] != title:
+        facts.append(f"{meta['env']} replaces the default")
+    if meta["in_key"]:
+        facts.append("part of the artifact key")
+    return f"  {title}\n      {meta['help']}\n      ({'; '.join(facts)})"
+
+
+if __name__ == "__main__":
+    print(describe())
