@@ -1,0 +1,190 @@
+"""Merging a trace into the TraceGraph (Terra, section on TraceGraph generation).
+
+A pointer stands on the latest matched node. The next op is looked for among its children, then among all nodes with an
+equal key that can follow without a cycle (the branch merges back), and becomes a new node otherwise. When two traces
+run the same ops in different order, one key has two nodes; children first keeps later traces on the right one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coexec.errors import InternalError
+from coexec.graph.order import closes_cycle, link, next_place
+from coexec.graph.select import RememberedPaths, passed_last
+from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Edge, Node, NodeKey, Producer, TraceGraph, node_key
+from coexec.records import EXTERNAL, OpRecord, Trace, ValueRef
+
+
+@dataclass(frozen=True, slots=True)
+class MergeResult:
+    """What a trace added to the graph."""
+
+    nodes: tuple[int, ...]  # node id per op of the trace
+    new_nodes: tuple[tuple[int, int], ...]  # (node id, index of the op that made it)
+    new_edges: tuple[Edge, ...]
+    new_inputs: tuple[tuple[int, int, Producer], ...]  # (node id, input position, producer), those of new nodes too
+    new_fed: tuple[tuple[int, int], ...]  # (node id, position in `numbers`) seen to vary for the first time
+    new_foreign: tuple[tuple[int, int], ...]  # (node id, input position) first seen in memory that others can write
+    new_ambiguous: tuple[tuple[int, int], ...]  # (node id, input position) that paths were found not to decide
+
+    @property
+    def covered(self) -> bool:
+        """True if the graph already knew the whole trace: tracing may end."""
+        return not (
+            self.new_nodes
+            or self.new_edges
+            or self.new_inputs
+            or self.new_fed
+            or self.new_foreign
+            or self.new_ambiguous
+        )
+
+
+def merge(graph: TraceGraph, trace: Trace) -> MergeResult:
+    """Merges `trace` into `graph`.
+
+    An incomplete trace (the step raised) gets no edge to END. Time is linear in the trace for a covered one; about
+    5 us per op covered, 10 us new.
+
+    Raises:
+        InternalError: an op is marked as matched with a node that it cannot be.
+    """
+    return _Merger(graph, trace).run()
+
+
+class _Merger:
+    """One merge."""
+
+    def __init__(self, graph: TraceGraph, trace: Trace) -> None:
+        self.graph = graph
+        self.trace = trace
+        self.foreign = [external.foreign for external in trace.externals]
+        self.pointer = graph.nodes[START]  # the latest matched node
+        self.path: list[int] = []
+        self.passed: dict[int, int] = {}  # index in `path` per node
+        self.remembered = RememberedPaths(graph)
+        self.behind: set[int] = {START}  # nodes known to reach the pointer, see closes_cycle
+        self.new_nodes: list[tuple[int, int]] = []
+        self.new_edges: list[Edge] = []
+        self.new_inputs: list[tuple[int, int, Producer]] = []
+        self.new_fed: list[tuple[int, int]] = []
+        self.new_foreign: list[tuple[int, int]] = []
+        self.new_ambiguous: list[tuple[int, int]] = []
+
+    def run(self) -> MergeResult:
+        for index, op in enumerate(self.trace.ops):
+            node = self._node_of(index, op)
+            self._take_edge(node)
+            self._merge_inputs(node, op.inputs)
+            if op.numbers:
+                self._merge_numbers(node, op)
+            self._advance(node)
+        return self._finish()
+
+    def _node_of(self, index: int, op: OpRecord) -> Node:
+        """Finds or makes the node of an op, nearest first."""
+        if op.node >= 0:
+            return self._validated(index, op)
+        key = node_key(op)
+        return self._child(key) or self._merge_back(key) or self._branch(index, op, key)
+
+    def _validated(self, index: int, op: OpRecord) -> Node:
+        """The runner matched this op before the fallback; only an edge may be missing."""
+        nodes = self.graph.nodes
+        if op.node >= len(nodes) or nodes[op.node].key != node_key(op):
+            raise InternalError(f"Op {index} ({op.op}) is marked as node {op.node}, which is another op or none.")
+        edge_known = (self.pointer.id, op.node) in self.graph.edge_visits
+        if not edge_known and closes_cycle(self.graph, self.pointer.id, op.node, self.behind):
+            raise InternalError(
+                f"Op {index} ({op.op}) is marked as node {op.node}, which comes before its predecessor."
+            )
+        return nodes[op.node]
+
+    def _child(self, key: NodeKey) -> Node | None:
+        nodes = self.graph.nodes
+        for child in self.pointer.children:
+            if nodes[child].key == key:
+                return nodes[child]
+        return None
+
+    def _merge_back(self, key: NodeKey) -> Node | None:
+        for candidate in self.graph.by_key.get(key, ()):
+            if not closes_cycle(self.graph, self.pointer.id, candidate, self.behind):
+                return self.graph.nodes[candidate]
+        return None
+
+    def _branch(self, index: int, op: OpRecord, key: NodeKey) -> Node:
+        node = self.graph.add(op, key, *next_place(self.pointer))
+        self.new_nodes.append((node.id, index))
+        return node
+
+    def _take_edge(self, node: Node) -> None:
+        edge = (self.pointer.id, node.id)
+        visits = self.graph.edge_visits
+        seen = visits.get(edge)
+        if seen is None:
+            link(self.graph, *edge)
+            self.new_edges.append(edge)
+            seen = 0
+        visits[edge] = seen + 1
+
+    def _merge_inputs(self, node: Node, inputs: tuple[ValueRef, ...]) -> None:
+        """Adds the producers of this trace to the allowed ones."""
+        path = self.path
+        for position, ref in enumerate(inputs):
+            if ref.producer == EXTERNAL:
+                value = EXTERNAL_VALUE
+                if self.foreign[ref.output] and position not in node.foreign:
+                    node.foreign.add(position)
+                    self.new_foreign.append((node.id, position))
+            else:
+                value = (path[ref.producer], ref.output)
+            allowed = node.inputs[position]
+            added = value not in allowed
+            if added:
+                allowed.add(value)
+                self.new_inputs.append((node.id, position, value))
+            if len(allowed) > 1:
+                self._judge_alternatives(node, position, value, added)
+
+    def _judge_alternatives(self, node: Node, position: int, value: Producer, added: bool) -> None:
+        """Marks an input whose producer the path does not decide, on this trace or on a remembered one."""
+        if position in node.ambiguous:
+            return
+        expected = passed_last(node.inputs[position], self.passed)
+        if expected != value or (added and self.remembered.contradict(node, position, value)):
+            node.ambiguous.add(position)
+            self.new_ambiguous.append((node.id, position))
+
+    def _merge_numbers(self, node: Node, op: OpRecord) -> None:
+        """Marks the numbers that differ from the latest trace's, in value, type or tuple length, as fed."""
+        spelling = repr(op.numbers)
+        if spelling == node.spelling:
+            return
+        for position, (old, new) in enumerate(zip(node.numbers, op.numbers, strict=True)):
+            if position not in node.fed and repr(old) != repr(new):
+                node.fed.add(position)
+                self.new_fed.append((node.id, position))
+        node.numbers, node.spelling = op.numbers, spelling
+
+    def _advance(self, node: Node) -> None:
+        node.visits += 1
+        self.passed[node.id] = len(self.path)
+        self.path.append(node.id)
+        self.behind.add(node.id)
+        self.pointer = node
+
+    def _finish(self) -> MergeResult:
+        nodes = self.graph.nodes
+        nodes[START].visits += 1
+        if self.trace.complete:
+            self._take_edge(nodes[END])
+            nodes[END].visits += 1
+        self.graph.traces += 1
+        path = tuple(self.path)
+        self.graph.remember(path, self.trace.complete)
+        return MergeResult(
+            path, tuple(self.new_nodes), tuple(self.new_edges), tuple(self.new_inputs), tuple(self.new_fed),
+            tuple(self.new_foreign), tuple(self.new_ambiguous),
+        )  # fmt: skip

@@ -1,0 +1,50 @@
+"""The data side of Case Select: which of several allowed producers an input has on a given path.
+
+The GraphRunner, ahead of Python, takes the allowed producer that the path passed last (EXTERNAL counts as passed before
+everything). That is what `if c: x = f(x)` before `g(x)` means. It is not always the answer: `g(old if c else x)` picks
+in plain Python, on one path. Such an input is marked `ambiguous`, and the GraphRunner waits there for Python's word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coexec.graph.tracegraph import Node, Producer, TraceGraph
+from coexec.records import EXTERNAL
+
+
+def passed_last(allowed: set[Producer], passed: Mapping[int, int]) -> Producer | None:
+    """Returns the allowed producer that was passed last; None if there is none, or two outputs of one node compete.
+
+    Args:
+        passed: index on the path per node id; a whole path will do, since producers come before readers on every path.
+    """
+    best, best_index, tie = None, -2, False
+    for producer in allowed:
+        index = -1 if producer[0] == EXTERNAL else passed.get(producer[0], -2)
+        tie = (tie and index <= best_index) or (index == best_index > -2)
+        if index > best_index:
+            best, best_index, tie = producer, index, False
+    return None if tie else best
+
+
+class RememberedPaths:
+    """The paths of earlier traces, indexed when a merge first asks; a merge that adds no alternative pays nothing."""
+
+    def __init__(self, graph: TraceGraph) -> None:
+        self._graph = graph
+        self._indexed: list[dict[int, int]] | None = None
+
+    def contradict(self, node: Node, position: int, added: Producer) -> bool:
+        """True if the rule would choose `added`, seen only now, on an earlier path, which had another producer."""
+        allowed = node.inputs[position]
+        return any(
+            node.id in path and added[0] in path and passed_last(allowed, path) in (added, None)
+            for path in self._paths()
+        )
+
+    def _paths(self) -> list[dict[int, int]]:
+        if self._indexed is None:
+            paths = self._graph.paths.values()
+            self._indexed = [{at: index for index, at in enumerate(path.nodes)} for path in paths]
+        return self._indexed
