@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coexec.errors import ConflictingOptionsError, OptionValueError, UnknownOptionError
+from coexec.errors import CacheFolderError, ConflictingOptionsError, OptionValueError, UnknownOptionError
 
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("", "0", "false", "no", "off")
@@ -97,6 +97,7 @@ class Settings:
         env="COEXEC_DEBUG",
     )
     debug_dir: Path = _declare(Path("coexec_debug"), "where debug level 3 writes", env="COEXEC_DEBUG_DIR")
+    cxx: str = _declare("", "the C++ compiler; empty: the first of g++, c++, clang++", env="CXX")
     quiet: bool = _declare(False, "1 leaves out the line that says the native core is being built", env="COEXEC_QUIET")
 
 
@@ -158,6 +159,25 @@ def cache_dir() -> Path:
     if not os.environ.get("COEXEC_CACHE_DIR") and (base := os.environ.get("XDG_CACHE_HOME")):
         return Path(base, "coexec").expanduser().absolute()
     return settings().cache_dir.expanduser().absolute()
+
+
+def private_cache_dir(name: str) -> Path:
+    """Returns the folder `name` of the cache, created with mode 0700: what lies in it is loaded as native code.
+
+    Raises:
+        CacheFolderError: it cannot be created, belongs to somebody else, or others may write to it.
+    """
+    folder = cache_dir() / name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+    except OSError as error:
+        raise CacheFolderError(folder, f"cannot be used ({error.strerror})") from error
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise CacheFolderError(folder, f"belongs to user id {facts.st_uid}, not to you ({os.geteuid()})")
+    if facts.st_mode & 0o022:
+        raise CacheFolderError(folder, f"can be written by others (mode {facts.st_mode & 0o777:o})")
+    return folder
 
 
 def describe() -> str:

@@ -81,6 +81,13 @@ class UnsupportedTorchError(MachineError, RuntimeError):
     """This torch cannot be intercepted: another version, or the dispatch key is taken."""
 
 
+class CacheFolderError(MachineError, OSError):
+    """The cache folder cannot be used, or is not private enough to load native code from."""
+
+    def __init__(self, folder: object, reason: str) -> None:
+        super().__init__(f"The cache folder {folder} {reason}. Set COEXEC_CACHE_DIR to a private, writable folder.")
+
+
 class NativeBuildError(MachineError, RuntimeError):
     """The native core could not be built. `missing` names the tool (`g++`, `ninja`, `Python.h`), or is empty."""
 

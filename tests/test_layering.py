@@ -1,0 +1,57 @@
+"""The map stays true: a stage imports only earlier stages, and the paper's algorithms import no torch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "coexec"
+SHARED = {"records", "config", "errors", "_native"}
+STAGES = ["intercept", "trace", "graph", "plan", "backends", "runtime"]
+DATABASE = ["subgraphs", "tuning", "choose"]
+ALLOWED = {stage: SHARED | set(STAGES[: STAGES.index(stage) + 1]) for stage in STAGES}
+ALLOWED["runtime"] |= {"choose"}
+# The database side knows graphs and backends, never who runs them.
+ALLOWED |= {part: SHARED | set(STAGES[:-1]) | set(DATABASE[: DATABASE.index(part) + 1]) for part in DATABASE}
+ALLOWED |= {name: set() for name in ("records", "errors")} | {"config": {"errors"}}
+NO_TORCH = ["records.py", "trace", "graph", "plan/cases.py"]
+
+
+def python_files(place: str) -> list[Path]:
+    path = SOURCE / place
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def imported_modules(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("part", sorted(ALLOWED))
+def test_part_imports_only_earlier_parts(part: str) -> None:
+    files = (
+        python_files(part) or python_files(f"{part}.py") if part in STAGES + DATABASE else python_files(f"{part}.py")
+    )
+    for file in files:
+        parts = {name.split(".")[1] for name in imported_modules(file) if name.startswith("coexec.")}
+        assert parts <= ALLOWED[part] | {part}, f"{file} imports {sorted(parts - ALLOWED[part])}"
+
+
+@pytest.mark.parametrize("place", NO_TORCH)
+def test_algorithms_import_no_torch(place: str) -> None:
+    for file in python_files(place):
+        assert not {name for name in imported_modules(file) if name.split(".")[0] == "torch"}, file
+
+
+def test_every_folder_says_what_it_takes_and_returns() -> None:
+    for folder in {file.parent for file in SOURCE.glob("*/*.py") if file.name != "__init__.py"}:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        missing = [word for word in ("Takes", "Returns", "Next") if word not in text]
+        assert not missing, f"{folder.name}/__init__.py: the docstring lacks {missing}"
