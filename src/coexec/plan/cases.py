@@ -1,0 +1,130 @@
+"""The case assignment algorithm (Terra, section on the GraphGenerator): TraceGraph -> ordered list of Switch-Cases.
+
+Basic blocks are maximal linear chains. The level of a block is the longest path to it, counted in blocks; the blocks of
+one level are the cases of one Switch-Case. Levels grow along every edge, so no path meets two cases of one level, every
+block is assigned once, and every trace is the list run in order, with a no-op where its path skips a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from coexec.errors import InternalError
+from coexec.graph.tracegraph import END, START, TraceGraph
+
+NO_BLOCK = -1
+"""Entry of `Plan.block_of` for START and END."""
+
+
+@dataclass(frozen=True, slots=True)
+class BasicBlock:
+    """A maximal linear chain of the TraceGraph."""
+
+    id: int  # dense, in topological order
+    nodes: tuple[int, ...]  # at least one
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCase:
+    """The blocks of one level, of which a path runs at most one."""
+
+    level: int  # position in `Plan.switch_cases`
+    cases: tuple[BasicBlock, ...]  # by id
+    may_skip: bool  # some edge jumps over the level: the no-op is a case too
+
+    @property
+    def selectors(self) -> tuple[int, ...]:
+        """Per case the node that picks it: Case Select takes the case whose first node Python validated."""
+        return tuple(block.nodes[0] for block in self.cases)
+
+    @property
+    def is_branch(self) -> bool:
+        """True if the GraphRunner has to wait for Case Select here."""
+        return self.may_skip or len(self.cases) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The ordered list of Switch-Cases of a step."""
+
+    switch_cases: tuple[SwitchCase, ...]  # by level
+    blocks: tuple[BasicBlock, ...]  # by id
+    block_of: tuple[int, ...]  # block id per node id, NO_BLOCK for START and END
+    level_of: tuple[int, ...]  # level per block id
+
+
+def assign_cases(graph: TraceGraph) -> Plan:
+    """Returns the plan of `graph`; linear in nodes and edges, but for one sort."""
+    blocks, block_of = _basic_blocks(graph)
+    level_of = _levels(graph, blocks, block_of)
+    by_level: list[list[BasicBlock]] = [[] for _ in range(max(level_of, default=-1) + 1)]
+    for block in blocks:
+        by_level[level_of[block.id]].append(block)
+    skipped = _skipped_levels(graph, len(by_level), block_of, level_of)
+    switch_cases = (SwitchCase(level, tuple(cases), skipped[level]) for level, cases in enumerate(by_level))
+    return Plan(tuple(switch_cases), blocks, block_of, level_of)
+
+
+def run_in_order(plan: Plan, path: tuple[int, ...]) -> Iterator[BasicBlock | None]:
+    """Yields what each Switch-Case does for a path: a case, or None for the no-op.
+
+    Args:
+        path: node ids without START and END; a prefix of a path (the step raised) is one too.
+
+    Raises:
+        InternalError: the list does not cover the path.
+    """
+    at = 0
+    for switch_case in plan.switch_cases:
+        block = next((case for case in switch_case.cases if path[at : at + 1] == case.nodes[:1]), None)
+        if block is not None:
+            taken = path[at : at + len(block.nodes)]
+            if taken != block.nodes[: len(taken)]:
+                raise InternalError(f"The path leaves block {block.id} in its middle, after node {path[at]}.")
+            at += len(taken)
+        elif not switch_case.may_skip and at < len(path):
+            raise InternalError(f"The path skips level {switch_case.level}, which has no no-op, at node {path[at]}.")
+        yield block
+    if at < len(path):
+        raise InternalError(f"Node {path[at]} of the path is in no Switch-Case after those already run.")
+
+
+def _basic_blocks(graph: TraceGraph) -> tuple[tuple[BasicBlock, ...], tuple[int, ...]]:
+    """Returns the chains, and the block id per node. Rank order meets a chain's nodes in order."""
+    block_of = [NO_BLOCK] * len(graph.nodes)
+    chains: list[list[int]] = []
+    for node in sorted(graph.nodes[END + 1 :], key=lambda node: node.rank):
+        parent = node.parents[0] if len(node.parents) == 1 else START
+        if parent != START and len(graph.nodes[parent].children) == 1:
+            block_of[node.id] = block_of[parent]
+            chains[block_of[parent]].append(node.id)
+        else:
+            block_of[node.id] = len(chains)
+            chains.append([node.id])
+    return tuple(BasicBlock(index, tuple(chain)) for index, chain in enumerate(chains)), tuple(block_of)
+
+
+def _levels(graph: TraceGraph, blocks: tuple[BasicBlock, ...], block_of: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the longest path to each block, in blocks; their ids are in topological order."""
+    levels: list[int] = []
+    for block in blocks:
+        before = (block_of[parent] for parent in graph.nodes[block.nodes[0]].parents if parent != START)
+        levels.append(1 + max((levels[parent] for parent in before), default=-1))
+    return tuple(levels)
+
+
+def _skipped_levels(
+    graph: TraceGraph, levels: int, block_of: tuple[int, ...], level_of: tuple[int, ...]
+) -> tuple[bool, ...]:
+    """Returns per level whether an edge jumps over it; counts the jumps by where they begin and end."""
+    change = [0] * (levels + 1)
+    for parent, child in graph.edge_visits:
+        if parent != START and block_of[parent] == block_of[child]:
+            continue
+        above = -1 if parent == START else level_of[block_of[parent]]
+        below = levels if child == END else level_of[block_of[child]]
+        change[above + 1] += 1
+        change[below] -= 1
+    return tuple(jumps > 0 for jumps in accumulate(change[:-1]))
