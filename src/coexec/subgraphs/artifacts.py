@@ -20,6 +20,9 @@ from coexec.subgraphs.entries import ArtifactRef, canonical_json, is_digest
 from coexec.subgraphs.errors import StoreError
 
 CHUNK_BYTES = 4 << 20
+Content = bytes | Path | Iterable[bytes]
+"""What can be published: bytes, a file, or pieces (never all of them in memory at once)."""
+
 STALE_S = 3600.0  # a file in `incoming` that is older belongs to a writer that was killed
 
 
@@ -39,20 +42,15 @@ class ArtifactFolder:
             raise ValueError(f"{digest!r} is no artifact digest: expected 64 hex digits")
         return self._files / digest[:2] / digest
 
-    def put(self, content: bytes | Path, expected: str | None = None) -> str:
-        """Publish `content` (bytes or a file) and return its digest.
+    def put(self, content: Content, expected: str | None = None) -> str:
+        """Publish `content` and return its digest.
 
         Errors: StoreError("artifact altered") if it does not hash to `expected`; nothing is published then. OSError.
         """
-        chunks = iter((content,)) if isinstance(content, bytes) else _chunks_of(content)
-        return self.put_chunks(chunks, expected)
-
-    def put_chunks(self, chunks: Iterable[bytes], expected: str | None = None) -> str:
-        """As :meth:`put`, from pieces: never the whole content in memory."""
         self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = self._incoming / f"{uuid.uuid4().hex}.part"
         try:
-            digest = _write(temporary, chunks)
+            digest = _write(temporary, _chunks(content))
             if expected is not None and digest != expected:
                 message = f"content hashes to {digest[:16]}, {expected[:16]} was promised; it is refused"
                 raise StoreError("artifact altered", message)
@@ -172,6 +170,12 @@ def hash_file(path: Path) -> str:
     """SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _chunks(content: Content) -> Iterable[bytes]:
+    if isinstance(content, bytes):
+        return (content,)
+    return _chunks_of(content) if isinstance(content, Path) else content
 
 
 def _chunks_of(path: Path) -> Iterator[bytes]:

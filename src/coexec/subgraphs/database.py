@@ -1,8 +1,8 @@
 """One connection per operation, one transaction each, and every failure turned into a StoreError with a reason.
 
 Nothing is kept open between operations: a store that is deleted under a live process is simply made anew, a fork
-inherits no handle, threads share none, and an idle process holds no lock. That makes a lookup cost about 2 ms, paid when
-a subgraph is met for the first time, not in every step.
+inherits no handle, threads share none, and an idle process holds no lock. That makes a lookup cost about 2 ms, paid
+when a subgraph is met for the first time, not in every step.
 """
 
 from __future__ import annotations

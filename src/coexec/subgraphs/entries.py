@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coexec.subgraphs.trust import statement_bytes
@@ -72,6 +72,10 @@ class Decision:
             "reason": self.reason,
             "decided_s": self.decided_s,
         }
+
+    def recipe(self) -> Decision:
+        """The same choice without its files and without a claim about weights: they are to be built anew."""
+        return replace(self, constants="", artifacts=())
 
     def checksum(self) -> str:
         """SHA-256 of the statement: SQLite does not notice a flipped bit, this does."""

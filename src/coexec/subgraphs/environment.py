@@ -74,7 +74,11 @@ def current_environment(
 def environment_of_entries(entries: Mapping[str, str]) -> Environment:
     """An environment from named entries; values are one line each."""
     lines = [FORMAT, *(f"{name}: {' '.join(value.split())}" for name, value in entries.items())]
-    text = "\n".join(lines) + "\n"
+    return environment_of_text("\n".join(lines) + "\n")
+
+
+def environment_of_text(text: str) -> Environment:
+    """An environment from its canonical text, as stored."""
     return Environment(hashlib.sha256(text.encode()).hexdigest(), text)
 
 

@@ -170,6 +170,12 @@ def subgraphs(connection: Connection, undecided_in: str | None, limit: int | Non
     return tuple(subgraph_of(row) for row in connection.execute(query))
 
 
+def subgraphs_with_outlines(connection: Connection) -> tuple[tuple[SubgraphInfo, str], ...]:
+    """All subgraphs with the hash of their ops."""
+    query = select(tables.subgraph).order_by(tables.subgraph.c.created_s, tables.subgraph.c.digest)
+    return tuple((subgraph_of(row), row.outline) for row in connection.execute(query))
+
+
 def subgraphs_by_prefix(connection: Connection, prefix: str) -> Sequence[Row[Any]]:
     """Rows whose digest starts with `prefix` (hex digits only, so that no wildcard can be in it); at most two."""
     query = select(tables.subgraph).where(tables.subgraph.c.digest.startswith(prefix, autoescape=True)).limit(2)

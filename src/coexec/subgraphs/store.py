@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Row, update
 
 from coexec.subgraphs import blobs, misses, rows, tables
-from coexec.subgraphs.artifacts import ArtifactFolder
+from coexec.subgraphs.artifacts import ArtifactFolder, Content
 from coexec.subgraphs.database import Database
 from coexec.subgraphs.entries import (
     ArtifactRef,
@@ -119,6 +119,10 @@ class Store:
         undecided = undecided_in.digest if undecided_in else None
         return self._guarded((), lambda: self._read(lambda c: rows.subgraphs(c, undecided, limit)))
 
+    def subgraphs_with_outlines(self) -> tuple[tuple[SubgraphInfo, str], ...]:
+        """All subgraphs with the hash of their ops, as an export needs them."""
+        return self._guarded((), lambda: self._read(rows.subgraphs_with_outlines))
+
     def subgraph(self, prefix: str) -> SubgraphInfo | None:
         """The subgraph whose digest starts with `prefix`; None if there is none or more than one."""
 
@@ -160,9 +164,12 @@ class Store:
             )
         return self._guarded(False, lambda: self._put_subgraph(key, program, note))
 
-    def put_artifact(self, content: bytes | Path) -> str | None:
-        """Publish bytes or a file; returns its digest. It is no part of a decision until `decide` names it."""
-        return self._guarded(None, lambda: self._put_artifact(content))
+    def put_artifact(self, content: Content, *, expected: str | None = None) -> str | None:
+        """Publish bytes, a file or pieces; returns the digest, to be named in `Decision.artifacts`.
+
+        `expected`: the digest it must have; other content is refused ("artifact altered").
+        """
+        return self._guarded(None, lambda: self._put_artifact(content, expected))
 
     def record_measurement(self, measurement: Measurement, environment: Environment) -> bool:
         """Add one measurement made in `environment`; returns whether it is stored."""
@@ -275,7 +282,7 @@ class Store:
         decision = self._decision(row)
         self.health.count("hit")
         self._mark_used(row)
-        return decision if decision.constants in ("", constants) else replace(decision, constants="", artifacts=())
+        return decision if decision.constants in ("", constants) else decision.recipe()
 
     def _decision(self, row: Row[Any]) -> Decision:
         decision = rows.decision_of(row)
@@ -311,7 +318,7 @@ class Store:
         if database.location.shared and not artifacts.holds(digest):
             if not blobs.is_uploaded(database, digest):
                 raise blobs.missing(digest)
-            artifacts.put_chunks(blobs.download(database, digest), expected=digest)
+            artifacts.put(blobs.download(database, digest), expected=digest)
         path = artifacts.open(digest)
         artifacts.touch(digest)
         return path
@@ -329,10 +336,10 @@ class Store:
             self.keyring.check(program_statement(found[0].digest, found[0].program), rows.row_signature(found[0]))
         return self._open_artifact(found[0].program)
 
-    def _put_artifact(self, content: bytes | Path) -> str:
+    def _put_artifact(self, content: Content, expected: str | None = None) -> str:
         database, artifacts = self._open()
         database.read(lambda connection: None)  # a store that cannot serve gets no files either
-        digest = artifacts.put(content)
+        digest = artifacts.put(content, expected)
         if database.location.shared:
             blobs.upload(database, digest, artifacts.open(digest))
         return digest
