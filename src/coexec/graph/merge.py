@@ -76,9 +76,10 @@ class _Merger:
         for index, op in enumerate(self.trace.ops):
             node = self._node_of(index, op)
             self._take_edge(node)
-            self._merge_inputs(node, op.inputs)
-            if op.numbers:
-                self._merge_numbers(node, op)
+            if op.node < 0:  # the runner validated a prefix op against the node, and hands out nothing else of it
+                self._merge_inputs(node, op.inputs)
+                if op.numbers:
+                    self._merge_numbers(node, op)
             self._advance(node)
         return self._finish()
 
@@ -92,7 +93,7 @@ class _Merger:
     def _validated(self, index: int, op: OpRecord) -> Node:
         """The runner matched this op before the fallback; only an edge may be missing."""
         nodes = self.graph.nodes
-        if op.node >= len(nodes) or nodes[op.node].key != node_key(op):
+        if op.node >= len(nodes) or nodes[op.node].uid != op.uid:
             raise InternalError(f"Op {index} ({op.op}) is marked as node {op.node}, which is another op or none.")
         edge_known = (self.pointer.id, op.node) in self.graph.edge_visits
         if not edge_known and closes_cycle(self.graph, self.pointer.id, op.node, self.behind):

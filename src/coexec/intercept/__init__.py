@@ -1,6 +1,6 @@
-"""Stage 1: sees every op of a running step, below autograd and above the kernels.
+"""Intercept: one tensor op at a time, in C++, below autograd.
 
-Takes: the user's step, and the dispatcher through the native core that this stage builds on first use.
-Returns: one op at a time, with its location and the identity of its values; placeholders in place of results.
-Next: trace/, which records the ops of one iteration.
+Takes: the user's step, running as plain Python.
+Returns: ops and Python-side events, handed to the native `Step` (csrc/step.h).
+Next: trace/ describes what was recorded.
 """

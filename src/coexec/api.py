@@ -1,0 +1,250 @@
+"""The public functions: `compile`, `step`, `materialize`, `reset`. The only file a user reads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+
+from coexec.config import Options, make_options, settings
+from coexec.errors import NotCallableError
+from coexec.runtime.explain import explain
+from coexec.runtime.stats import StepStats
+from coexec.runtime.step_runner import StepRunner
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_live: weakref.WeakSet[CoExecutable] = weakref.WeakSet()
+
+
+class CoExecutable:
+    """A step under co-execution: call it as the function it wraps."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        self._function = function
+        self._options = options
+        self._runner = StepRunner(getattr(function, "__qualname__", repr(function)), options)
+        functools.update_wrapper(self, function, updated=())
+        _live.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if settings().disable:
+            return self._function(*args, **kwargs)
+        return self._runner.call(self._function, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A compiled method stays a method: one program per function, `self` is an argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+    # ------------------------------------------------------------------------------------------------------ asking
+
+    def stats(self) -> StepStats:
+        """Returns what the step has done so far, counted."""
+        return self._runner.stats()
+
+    def explain(self) -> str:
+        """Returns, as text, why the step is in its phase: every fallback, wait and executor with the user's lines."""
+        return explain(self._runner)
+
+    def wait_compiled(self, timeout_s: float = 600.0) -> bool:
+        """Blocks until background compilation has finished and can be adopted by the next call.
+
+        Returns False if `timeout_s` (seconds) passed first.
+        """
+        return self._runner.wait_compiled(timeout_s)
+
+    @property
+    def trace_graph(self) -> Any:
+        """The TraceGraph so far: printable, with `.to_dot()`."""
+        return self._runner.graph_view()
+
+    def reset(self) -> None:
+        """Forgets everything learned; the next call starts with tracing."""
+        self._runner = StepRunner(self._runner.name, self._options)
+
+    # ------------------------------------------------------------------------------- behaving like what is wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_function", "_options", "_runner"):  # while unpickling
+            raise AttributeError(name)
+        return getattr(self._function, name)
+
+    def __repr__(self) -> str:
+        return f"<coexec.compile({self._function!r}), {self._runner.phase().value}>"
+
+    def __reduce__(self) -> Any:
+        return (_rebuild, (self._function, self._options))
+
+    def __copy__(self) -> CoExecutable:
+        return CoExecutable(self._function, self._options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CoExecutable:
+        return CoExecutable(copy.deepcopy(self._function, memo), self._options)
+
+
+def _rebuild(function: Callable[..., Any], options: Options) -> CoExecutable:
+    return CoExecutable(function, options)
+
+
+class CoExecModule(torch.nn.Module):
+    """A module whose calls are co-executed. Parameters, buffers, hooks, mode and state_dict are the wrapped module's."""
+
+    def __init__(self, module: torch.nn.Module, options: Options) -> None:
+        object.__setattr__(self, "_orig_mod", module)
+        object.__setattr__(self, "_step", CoExecutable(module.__call__, options))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _MODULE_OWN or name.startswith("__") and name not in ("__dict__",):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_orig_mod"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._orig_mod, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._orig_mod, name)
+
+    def __repr__(self) -> str:
+        return repr(self._orig_mod)
+
+    def __reduce__(self) -> Any:  # type: ignore[override]
+        return (CoExecModule, (self._orig_mod, self._step._options))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CoExecModule:
+        return CoExecModule(copy.deepcopy(self._orig_mod, memo), self._step._options)
+
+    def train(self, mode: bool = True) -> CoExecModule:
+        self._orig_mod.train(mode)
+        return self
+
+    def eval(self) -> CoExecModule:
+        self._orig_mod.eval()
+        return self
+
+    def stats(self) -> StepStats:
+        return self._step.stats()
+
+    def explain(self) -> str:
+        return self._step.explain()
+
+    def wait_compiled(self, timeout_s: float = 600.0) -> bool:
+        return self._step.wait_compiled(timeout_s)
+
+    @property
+    def trace_graph(self) -> Any:
+        return self._step.trace_graph
+
+
+_MODULE_OWN = frozenset(
+    {"_orig_mod", "_step", "train", "eval", "stats", "explain", "wait_compiled", "trace_graph"}
+)
+
+
+@overload
+def compile(fn_or_module: F, **options: Any) -> Any: ...
+@overload
+def compile(fn_or_module: None = None, **options: Any) -> Callable[[F], Any]: ...
+
+
+def compile(fn_or_module: Any = None, **options: Any) -> Any:
+    """Runs an unmodified training or inference step as one graph beside its own Python.
+
+    Args:
+        fn_or_module: a function, a bound method or an `nn.Module`; None to use it as a decorator with arguments.
+        **options: `backend="auto"`, `numerics="fast"`, `dynamic=None`, `mode="coexec"`, `overlap=False`; see
+            :class:`coexec.config.Options`.
+
+    Returns:
+        A callable with the signature of the function, or a module-like wrapper; both have `stats()`, `explain()`,
+        `wait_compiled()` and `trace_graph`.
+
+    Raises:
+        NotCallableError, UnknownOptionError, OptionValueError: as their names say.
+
+    Example:
+        >>> @coexec.compile
+        ... def train_step(x, y):
+        ...     loss = loss_fn(model(x), y)
+        ...     loss.backward(); optimizer.step(); optimizer.zero_grad()
+        ...     return loss.item()
+    """
+    checked = make_options(**options)
+    if fn_or_module is None:
+        return lambda f: compile(f, **options)
+    if isinstance(fn_or_module, CoExecutable | CoExecModule):
+        return fn_or_module
+    if isinstance(fn_or_module, torch.nn.Module):
+        return CoExecModule(fn_or_module, checked)
+    if not callable(fn_or_module):
+        raise NotCallableError(fn_or_module)
+    return CoExecutable(fn_or_module, checked)
+
+
+_blocks: dict[Any, StepRunner] = {}
+
+
+class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_grad
+    """`with coexec.step():` around a loop body that is no function: one pass is one step.
+
+    Args:
+        name: what the step is called in reports; by default its file and line, which also tell steps apart.
+        **options: as for `compile`.
+    """
+
+    def __init__(self, name: str | None = None, **options: Any) -> None:
+        checked = make_options(**options)
+        frame = sys._getframe(1)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self._runner = _blocks.setdefault((name or place, checked), StepRunner(name or place, checked))
+        self._active = False
+
+    def __enter__(self) -> step:
+        self._active = not settings().disable and self._runner.enter(1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._active:
+            self._active = False
+            self._runner.leave(completed=kind is None)
+
+    def stats(self) -> StepStats:
+        """Returns what the step has done so far, counted."""
+        return self._runner.stats()
+
+    def explain(self) -> str:
+        """Returns why the step is in its phase, as text."""
+        return explain(self._runner)
+
+    def wait_compiled(self, timeout_s: float = 600.0) -> bool:
+        """As CoExecutable.wait_compiled."""
+        return self._runner.wait_compiled(timeout_s)
+
+
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes `tensor` ordinary now, for native code that reads its memory outside PyTorch. Returns the same tensor."""
+    tensor.data_ptr()
+    return tensor
+
+
+def reset() -> None:
+    """Forgets what all compiled steps of this process have learned."""
+    for compiled in list(_live):
+        compiled.reset()
+    _blocks.clear()
+
+
+def signature_of(function: Any) -> inspect.Signature:
+    """Returns the signature that a compiled callable shows."""
+    return inspect.signature(function)

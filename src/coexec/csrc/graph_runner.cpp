@@ -1,0 +1,158 @@
+#include "graph_runner.h"
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <chrono>
+#include <pthread.h>
+#include <torch/library.h>
+
+namespace coexec {
+namespace {
+
+
+// Everything above the kernels was done on Python's side already.
+struct BelowEverything {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_modes{c10::DispatchKeySet(
+      {c10::DispatchKey::Fake, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+       c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+       c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
+};
+
+void fill_placeholders(Iteration& it, Entry& e) {
+  for (const auto& p : e.patches) {
+    at::Tensor t = tensor_over(it.memory(p.sid), *p.geometry);
+    auto& v = e.args[p.arg];
+    if (p.element < 0)
+      v = std::move(t);
+    else if (v.isTensorList())
+      v.toTensorList().set(p.element, std::move(t));
+    else
+      v.toOptionalTensorList().set(p.element, std::move(t));
+  }
+}
+
+void keep_outputs(Iteration& it, Entry& e, std::vector<c10::IValue>& results) {
+  size_t k = 0;
+  auto one = [&](const at::Tensor& t) {
+    const auto& o = e.node->outputs[k];
+    if (o.defined && o.alias < 0) {
+      const auto* g = e.variant->outputs[k];
+      TORCH_INTERNAL_ASSERT(
+          t.defined() && matches(*g, *t.unsafeGetTensorImpl()), "coexec: ", e.node->info->name, " returned ",
+          t.sizes(), " strides ", t.strides(), " where ", c10::IntArrayRef(g->sizes), " strides ",
+          c10::IntArrayRef(g->strides), " was handed out");
+      it.set_memory(e.node->slot_base + static_cast<int32_t>(k), t.storage());
+    }
+    k++;
+  };
+  for (auto& r : results) {
+    if (r.isTensor())
+      one(r.toTensor());
+    else
+      for (const at::Tensor& t : r.toTensorList())
+        one(t);
+  }
+}
+} // namespace
+
+GraphRunner::~GraphRunner() {
+  stop();
+}
+
+void GraphRunner::start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, StepInputs inputs) {
+  std::unique_lock<std::mutex> l(m_);
+  if (!thread_.joinable())
+    thread_ = std::thread([this] { loop(); });
+  idle_cv_.wait(l, [&] { return !busy_; });
+  it_ = std::move(it);
+  segments_ = std::move(segments);
+  inputs_ = std::move(inputs);
+  state_.emplace();
+  threads_ = at::get_num_threads();
+  busy_ = true;
+  cv_.notify_one();
+}
+
+void GraphRunner::join_iteration() {
+  std::unique_lock<std::mutex> l(m_);
+  idle_cv_.wait(l, [&] { return !busy_; });
+}
+
+void GraphRunner::stop() {
+  {
+    std::lock_guard<std::mutex> l(m_);
+    stop_ = true;
+    cv_.notify_one();
+  }
+  if (thread_.joinable())
+    thread_.join();
+}
+
+// Mutexes and condition variables may be held by the thread that does not exist here: they are built anew in place.
+void GraphRunner::abandon() {
+  if (!thread_.joinable())
+    return;
+  thread_.detach();
+  new (&thread_) std::thread();
+  new (&m_) std::mutex();
+  new (&cv_) std::condition_variable();
+  new (&idle_cv_) std::condition_variable();
+  busy_ = false;
+  new std::shared_ptr<Iteration>(std::move(it_)); // leaked: its locks cannot be trusted either
+}
+
+void GraphRunner::loop() {
+  pthread_setname_np(pthread_self(), "coexec-graph");
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> l(m_);
+      cv_.wait(l, [&] { return stop_ || busy_; });
+      if (stop_ && !busy_)
+        return;
+    }
+    run_iteration();
+    std::lock_guard<std::mutex> l(m_);
+    it_.reset();
+    inputs_.tensors.clear();
+    state_.reset();
+    busy_ = false;
+    idle_cv_.notify_all();
+  }
+}
+
+void GraphRunner::adopt_thread_state() {
+  if (at::get_num_threads() != threads_)
+    at::set_num_threads(threads_); // OpenMP's thread count belongs to the thread
+}
+
+void GraphRunner::run_iteration() {
+  at::ThreadLocalStateGuard state(*state_);
+  BelowEverything guards;
+  adopt_thread_state();
+  Iteration& it = *it_;
+  for (int64_t i = 0; it.wait_entry(i, &stats_.stall_s);) {
+    Entry& e = it.entry(i);
+    auto t0 = Clock::now();
+    try {
+      it.release_frees(e);
+      if (!e.args.empty())
+        execute(e);
+    } catch (...) {
+      it.set_failed(i, std::current_exception());
+      return;
+    }
+    stats_.exec_s += std::chrono::duration<double>(Clock::now() - t0).count();
+    it.set_done(++i);
+  }
+}
+
+void GraphRunner::execute(Entry& e) {
+  fill_placeholders(*it_, e);
+  stats_.replayed_ops++;
+  e.node->info->handle->callBoxed(&e.args);
+  keep_outputs(*it_, e, e.args);
+  e.args.clear();
+}
+} // namespace coexec

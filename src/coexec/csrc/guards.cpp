@@ -1,0 +1,78 @@
+// Does an exception handler of the user's code cover the current instruction? Decides whether an op that can raise on
+// values is completed before Python passes it.
+#include <pybind11/pybind11.h>
+#include <cstring>
+#include "step.h"
+
+namespace coexec {
+namespace {
+// One entry of CPython's exception table (Objects/exception_handling_notes.txt): varints of 6 bits, start bit 0x80.
+struct Table {
+  const unsigned char *p, *end;
+  bool more() const {
+    return p < end;
+  }
+  int varint() {
+    int b = *p++, v = b & 63;
+    while (b & 64) {
+      b = *p++;
+      v = (v << 6) | (b & 63);
+    }
+    return v;
+  }
+};
+
+int push_exc_info() {
+  static int opcode = [] {
+    PyObject *m = PyImport_ImportModule("opcode"), *map = m ? PyObject_GetAttrString(m, "opmap") : nullptr;
+    PyObject* v = map ? PyDict_GetItemString(map, "PUSH_EXC_INFO") : nullptr;
+    int r = v ? static_cast<int>(PyLong_AsLong(v)) : -1;
+    Py_XDECREF(map);
+    Py_XDECREF(m);
+    PyErr_Clear();
+    return r;
+  }();
+  return opcode;
+}
+
+bool covered(PyCodeObject* code, int offset) {
+  PyObject* table = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_exceptiontable");
+  PyObject* bytes = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_code");
+  bool found = false;
+  if (table && bytes) {
+    auto* begin = reinterpret_cast<const unsigned char*>(PyBytes_AS_STRING(table));
+    Table t{begin, begin + PyBytes_GET_SIZE(table)};
+    auto* ops = reinterpret_cast<const unsigned char*>(PyBytes_AS_STRING(bytes));
+    while (t.more() && !found) {
+      int start = t.varint() * 2, length = t.varint() * 2, target = t.varint() * 2;
+      t.varint(); // stack depth and lasti
+      // A handler that the user wrote starts so; the compiler's own clean-ups do not.
+      found = offset >= start && offset < start + length && ops[target] == push_exc_info();
+    }
+  }
+  Py_XDECREF(table);
+  Py_XDECREF(bytes);
+  PyErr_Clear();
+  return found;
+}
+
+// torch's own `with` and `finally` blocks do not look at the error.
+bool is_torch(PyCodeObject* code) {
+  const char* file = PyUnicode_AsUTF8(code->co_filename);
+  return file && std::strstr(file, "/torch/");
+}
+} // namespace
+
+bool Step::guarded(uint64_t location) {
+  auto it = locations.find(location);
+  if (it != locations.end())
+    return it->second.guarded;
+  pybind11::gil_scoped_acquire gil;
+  LocationInfo l{location_chain(frame_), false};
+  for (auto& f : l.chain) {
+    Py_INCREF(f.code); // instruction addresses stay unique for as long as the program refers to them
+    l.guarded |= !is_torch(f.code) && covered(f.code, f.offset);
+  }
+  return locations.emplace(location, std::move(l)).first->second.guarded;
+}
+} // namespace coexec

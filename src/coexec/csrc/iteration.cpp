@@ -1,0 +1,253 @@
+#include "iteration.h"
+#include <Python.h>
+#include <torch/csrc/Exceptions.h>
+#include <chrono>
+#include <thread>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace coexec {
+namespace {
+constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration
+constexpr int64_t kWakeBatch = 32; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
+
+
+double since(Clock::time_point t) {
+  return std::chrono::duration<double>(Clock::now() - t).count();
+}
+
+void relax() {
+#ifdef __x86_64__
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Blocking with the GIL held would stop a graph that needs Python, and Ctrl-C.
+class WithoutGil {
+ public:
+  WithoutGil() : held_(Py_IsInitialized() && PyGILState_Check()) {
+    if (held_)
+      state_ = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (held_)
+      PyEval_RestoreThread(state_);
+  }
+  bool held() const {
+    return held_;
+  }
+
+ private:
+  bool held_;
+  PyThreadState* state_ = nullptr;
+};
+
+void check_signals() {
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    python_error e;
+    e.persist();
+    throw e;
+  }
+}
+} // namespace
+
+Iteration::Iteration(size_t slots) : memory_(slots), records_(slots, nullptr), death_(slots, INT64_MAX) {
+  chunks_.reserve(kMaxChunks);
+}
+
+Iteration::~Iteration() = default;
+
+Entry& Iteration::next_entry() {
+  int64_t n = size_.load(std::memory_order_relaxed);
+  if ((n & kMask) == 0 && static_cast<size_t>(n >> kBits) == chunks_.size()) {
+    TORCH_CHECK(chunks_.size() < kMaxChunks, "coexec: more than ", kMaxChunks << kBits, " ops in one step");
+    chunks_.push_back(std::make_unique<Entry[]>(1 << kBits));
+  }
+  Entry& e = entry(n);
+  if (has_frees_.load(std::memory_order_relaxed)) {
+    std::lock_guard<std::mutex> l(records_m_);
+    e.frees.assign(pending_frees_.begin(), pending_frees_.end());
+    pending_frees_.clear();
+    has_frees_.store(false, std::memory_order_relaxed);
+  }
+  return e;
+}
+
+void Iteration::publish() {
+  int64_t n = size_.load(std::memory_order_relaxed) + 1;
+  size_.store(n, std::memory_order_release);
+  if (n - done_.load(std::memory_order_relaxed) >= kWakeBatch && graph_sleeps_.load(std::memory_order_relaxed))
+    flush();
+}
+
+void Iteration::flush() {
+  // Full barrier: our size_ store and the GraphRunner's graph_sleeps_ store must not miss each other.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (graph_sleeps_.load(std::memory_order_relaxed)) {
+    std::lock_guard<std::mutex> l(m_);
+    graph_cv_.notify_one();
+  }
+}
+
+void Iteration::close() {
+  closed_.store(true);
+  demanded.store(true);
+  flush();
+}
+
+bool Iteration::wait_entry(int64_t i, double* stalled_s) {
+  auto ready = [&] {
+    return (size_.load(std::memory_order_acquire) > i || closed_.load(std::memory_order_acquire)) &&
+        (!lazy || demanded.load(std::memory_order_acquire));
+  };
+  if (!ready()) {
+    auto t0 = Clock::now();
+    for (int k = 0; k < 600 && !ready(); k++) // about 20 us
+      relax();
+    if (!ready()) {
+      std::unique_lock<std::mutex> l(m_);
+      graph_sleeps_.store(true);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      // The time limit bounds what a batched wake-up can leave lying when Python computes something else for long.
+      while (!ready())
+        graph_cv_.wait_for(l, std::chrono::milliseconds(1));
+      graph_sleeps_.store(false);
+    }
+    *stalled_s += since(t0);
+  }
+  return size_.load(std::memory_order_acquire) > i;
+}
+
+void Iteration::set_done(int64_t n) {
+  done_.store(n);
+  if (python_waits_for_.load() <= n) {
+    std::lock_guard<std::mutex> l(m_);
+    python_cv_.notify_all();
+  }
+}
+
+void Iteration::set_failed(int64_t at, std::exception_ptr e) {
+  std::lock_guard<std::mutex> l(m_);
+  error_ = std::move(e);
+  failed_at_.store(at);
+  python_cv_.notify_all();
+}
+
+double Iteration::wait_done(int64_t n, bool raise) {
+  double s = wait_done_or_published(n, -1, nullptr);
+  if (raise && failed() && failed_at_.load() < n)
+    std::rethrow_exception(error_);
+  return s;
+}
+
+double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* value) {
+  auto ready = [&] {
+    return done_.load(std::memory_order_acquire) >= n || failed_at_.load() >= 0 || (value && published(index, value));
+  };
+  if (ready())
+    return 0;
+  auto t0 = Clock::now();
+  demanded.store(true);
+  python_wants_.store(index);
+  flush();
+  for (bool first = true;; first = false) {
+    bool had_gil;
+    {
+      WithoutGil no_gil;
+      had_gil = no_gil.held();
+      if (first)
+        for (int k = 0; k < 300 && !ready(); k++)
+          relax();
+      std::unique_lock<std::mutex> l(m_);
+      python_waits_for_.store(n);
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      auto until = Clock::now() + std::chrono::milliseconds(50);
+      while (done_.load() < n && failed_at_.load() < 0 && Clock::now() < until) {
+        if (value) {
+          l.unlock();
+          bool p = published(index, value);
+          l.lock();
+          if (p)
+            break;
+        }
+        python_cv_.wait_until(l, std::min(until, Clock::now() + std::chrono::milliseconds(10)));
+      }
+      python_waits_for_.store(INT64_MAX);
+    }
+    if (ready())
+      break;
+    if (had_gil)
+      check_signals();
+  }
+  python_wants_.store(-1);
+  return since(t0);
+}
+
+void Iteration::track(StorageRecord* r) {
+  std::lock_guard<std::mutex> l(records_m_);
+  records_[r->sid] = r;
+  death_[r->sid] = INT64_MAX;
+}
+
+void Iteration::storage_died(StorageRecord* r) {
+  std::lock_guard<std::mutex> l(records_m_);
+  records_[r->sid] = nullptr;
+  death_[r->sid] = size_.load(std::memory_order_relaxed);
+  pending_frees_.push_back(r->sid);
+  has_frees_.store(true, std::memory_order_relaxed);
+}
+
+void Iteration::record_resolved(StorageRecord* r) {
+  std::lock_guard<std::mutex> l(records_m_);
+  records_[r->sid] = nullptr; // it stays alive: death_ keeps INT64_MAX
+  pending_frees_.push_back(r->sid);
+  has_frees_.store(true, std::memory_order_relaxed);
+}
+
+std::vector<StorageRecord*> Iteration::live_records() {
+  std::lock_guard<std::mutex> l(records_m_);
+  std::vector<StorageRecord*> live;
+  for (auto* r : records_)
+    if (r)
+      live.push_back(r);
+  return live;
+}
+
+bool Iteration::record_alive(int32_t sid) {
+  std::lock_guard<std::mutex> l(records_m_);
+  return records_[sid] != nullptr;
+}
+
+void Iteration::release_frees(Entry& e) {
+  for (auto sid : e.frees)
+    memory_[sid] = c10::Storage();
+}
+
+void Iteration::publish_value(int64_t index, at::Tensor value) {
+  std::lock_guard<std::mutex> l(m_);
+  published_.emplace_back(index, std::move(value));
+  python_cv_.notify_all();
+}
+
+bool Iteration::published(int64_t index, at::Tensor* value) {
+  std::lock_guard<std::mutex> l(m_);
+  for (auto& p : published_)
+    if (p.first == index) {
+      *value = p.second;
+      return true;
+    }
+  return false;
+}
+
+void Iteration::discard_published(int64_t from, int64_t to) {
+  std::lock_guard<std::mutex> l(m_);
+  published_.erase(
+      std::remove_if(
+          published_.begin(), published_.end(), [&](const auto& p) { return p.first >= from && p.first < to; }),
+      published_.end());
+}
+} // namespace coexec

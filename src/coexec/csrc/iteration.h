@@ -1,0 +1,128 @@
+// What the two runners of one iteration share: the log of validated ops, the memory of the values, and the waits.
+//
+// Single producer (the PythonRunner, on the user's thread), single consumer (the GraphRunner's thread).
+#pragma once
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include "placeholder.h"
+#include "program.h"
+
+namespace coexec {
+
+using Clock = std::chrono::steady_clock;
+
+// A placeholder among the arguments: the GraphRunner puts the real tensor there before the call.
+struct Patch {
+  int16_t arg; // position on the op's stack
+  int16_t element; // position in the tensor list, or -1
+  int16_t input; // flattened input
+  int32_t slot; // value that Python really passed
+  int32_t sid; // memory it lives in
+  const Geometry* geometry;
+};
+
+struct Entry {
+  Node* node = nullptr;
+  const Variant* variant = nullptr;
+  std::vector<c10::IValue> args; // empty if there is nothing to execute
+  c10::SmallVector<Patch, 3> patches;
+  c10::SmallVector<int32_t, 2> frees; // memory that Python dropped before this op
+};
+
+// Why a runner waits; indexes the stall counters.
+enum class Wait : uint8_t { Fetch, Sync, StepEnd, Fallback, ForeignWrite, CaseSelect, Input, Count };
+
+class Iteration {
+ public:
+  explicit Iteration(size_t slots);
+  ~Iteration();
+
+  // --- PythonRunner
+  Entry& next_entry(); // to be filled, then publish()
+  void publish();
+  void flush(); // wakes the GraphRunner if it sleeps
+  void close(); // no more entries will come
+  int64_t size() const {
+    return size_.load(std::memory_order_relaxed);
+  }
+  // Blocks until the first `n` entries are executed; throws the kernel's error if one of them failed, and what a signal
+  // handler raised. Releases the GIL while it blocks. Returns the seconds stalled.
+  double wait_done(int64_t n, bool raise = true);
+  const c10::Storage& memory(int32_t sid) const {
+    return memory_[sid];
+  }
+  void track(StorageRecord* r);
+  void storage_died(StorageRecord* r); // any thread
+  void record_resolved(StorageRecord* r);
+  std::vector<StorageRecord*> live_records();
+  bool failed() const {
+    return failed_at_.load() >= 0;
+  }
+  int64_t failed_at() const {
+    return failed_at_.load();
+  }
+  std::exception_ptr error() const {
+    return error_;
+  }
+  int64_t death(int32_t sid) const { // log size when Python dropped it; INT64_MAX if it never did
+    return death_[sid];
+  }
+
+  // --- GraphRunner
+  Entry& entry(int64_t i) {
+    return chunks_[i >> kBits][i & kMask];
+  }
+  // Waits until entry `i` exists; false if the log was closed before it.
+  bool wait_entry(int64_t i, double* stalled_s);
+  int64_t validated() const {
+    return size_.load(std::memory_order_acquire);
+  }
+  bool closed() const {
+    return closed_.load(std::memory_order_acquire);
+  }
+  void set_memory(int32_t sid, c10::Storage s) {
+    memory_[sid] = std::move(s);
+  }
+  void set_done(int64_t n);
+  void set_failed(int64_t at, std::exception_ptr e);
+  void release_frees(Entry& e);
+  int64_t done() const {
+    return done_.load(std::memory_order_acquire);
+  }
+  bool record_alive(int32_t sid);
+
+  bool lazy = false; // the GraphRunner starts only when Python needs a value (the paper's Table 2)
+  std::atomic<bool> demanded{false};
+
+  // A value published from inside a compiled graph, for an Output Fetching op (log index). See segment.h.
+  void publish_value(int64_t index, at::Tensor value);
+  bool published(int64_t index, at::Tensor* value);
+  // As wait_done, but also returns when `index` has been published.
+  double wait_done_or_published(int64_t n, int64_t index, at::Tensor* value);
+  // The GraphRunner found that a compiled run must not be used: values published from it are void.
+  void discard_published(int64_t from, int64_t to);
+
+ private:
+  static constexpr int kBits = 8;
+  static constexpr int64_t kMask = (1 << kBits) - 1;
+  std::vector<std::unique_ptr<Entry[]>> chunks_; // capacity reserved: never reallocates while both runners run
+  std::atomic<int64_t> size_{0}, done_{0}, failed_at_{-1};
+  std::atomic<bool> closed_{false}, graph_sleeps_{false};
+  std::atomic<int64_t> python_waits_for_{INT64_MAX};
+  std::mutex m_;
+  std::condition_variable graph_cv_, python_cv_;
+  std::exception_ptr error_;
+
+  std::vector<c10::Storage> memory_; // by sid; written by the GraphRunner, read by Python after done()
+  std::mutex records_m_; // deaths may come from any thread
+  std::vector<StorageRecord*> records_; // by sid
+  std::vector<int64_t> death_;
+  std::vector<int32_t> pending_frees_;
+  std::atomic<bool> has_frees_{false};
+  std::vector<std::pair<int64_t, at::Tensor>> published_;
+  std::atomic<int64_t> python_wants_{-1};
+};
+
+} // namespace coexec

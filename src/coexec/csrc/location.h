@@ -1,0 +1,35 @@
+// Program location of an op: the chain of (code object, instruction) from the step's frame to the op, as one hash.
+// Knows CPython's frame layout (3.11 to 3.13); nothing else in csrc does.
+#pragma once
+#include <Python.h>
+#include <cstdint>
+#include <vector>
+
+namespace coexec {
+
+// One frame of a chain. `code` is a strong reference once it is kept by the LocationTable.
+struct FrameSite {
+  PyCodeObject* code;
+  int offset; // in bytes, as traceback's tb_lasti
+};
+
+// The frame the chain stops at, by address: it is on the stack for as long as the step runs.
+struct StepFrame {
+  PyThreadState* thread = nullptr;
+  void* stop = nullptr; // exclusive: this frame is not part of the chain
+};
+
+// Frame of the Python function that called into native code; `levels` frames further out. Needs the GIL.
+StepFrame step_frame(int levels);
+
+// Hash of the chain. Reads only frames of the calling thread, so it needs no GIL (autograd releases it in backward).
+uint64_t location_hash(const StepFrame& step);
+// The chain itself, innermost first. Needs the GIL (the caller keeps references).
+std::vector<FrameSite> location_chain(const StepFrame& step);
+
+inline uint64_t mix(uint64_t h, uint64_t v) {
+  h = (h ^ v) * 0x9E3779B97F4A7C15ull;
+  return h ^ (h >> 29);
+}
+
+} // namespace coexec

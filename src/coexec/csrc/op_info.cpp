@@ -1,0 +1,142 @@
+#include "op_info.h"
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace coexec {
+namespace {
+
+bool is_tensor(const c10::TypePtr& t) {
+  return t->isSubtypeOf(*c10::TensorType::get());
+}
+
+ArgClass classify(const c10::Argument& a) {
+  c10::TypePtr t = a.type(), real = a.real_type();
+  if (auto o = t->cast<c10::OptionalType>())
+    t = o->getElementType();
+  if (auto o = real->cast<c10::OptionalType>())
+    real = o->getElementType();
+  switch (real->kind()) {
+    case c10::TypeKind::ScalarTypeType:
+    case c10::TypeKind::LayoutType:
+    case c10::TypeKind::MemoryFormatType:
+    case c10::TypeKind::DeviceObjType:
+    case c10::TypeKind::BoolType:
+    case c10::TypeKind::StringType:
+    case c10::TypeKind::QSchemeType:
+      return ArgClass::Static;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+    case c10::TypeKind::FloatType:
+    case c10::TypeKind::SymFloatType:
+    case c10::TypeKind::ComplexType:
+    case c10::TypeKind::NumberType:
+      return ArgClass::Number;
+    default:
+      break;
+  }
+  if (is_tensor(t))
+    return ArgClass::Tensor;
+  if (auto l = t->cast<c10::ListType>()) {
+    auto e = l->getElementType();
+    if (is_tensor(e))
+      return ArgClass::TensorList;
+    if (auto o = e->cast<c10::OptionalType>())
+      return is_tensor(o->getElementType()) ? ArgClass::OptTensorList : ArgClass::Object;
+    switch (e->kind()) {
+      case c10::TypeKind::IntType:
+      case c10::TypeKind::SymIntType:
+      case c10::TypeKind::FloatType:
+      case c10::TypeKind::ComplexType:
+      case c10::TypeKind::NumberType:
+        return ArgClass::Number;
+      case c10::TypeKind::BoolType:
+      case c10::TypeKind::StringType:
+        return ArgClass::Static;
+      default:
+        return ArgClass::Object;
+    }
+  }
+  return ArgClass::Object;
+}
+
+// Kernels that check values, not only shapes: an error can come although the very same shapes ran before.
+bool checks_values(const std::string& base) {
+  static const std::unordered_set<std::string> names = {
+      "embedding", "embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only", "index", "index_put_",
+      "index_put", "_index_put_impl_", "index_select", "index_add", "index_add_", "index_copy", "index_copy_",
+      "index_fill", "index_fill_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
+      "scatter_reduce_", "take", "put_", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "one_hot",
+      "multinomial", "bincount", "multi_margin_loss", "multilabel_margin_loss_forward", "_ctc_loss", "histc",
+      "cholesky", "cholesky_inverse", "cholesky_solve", "bernoulli", "bernoulli_", "normal", "normal_", "binomial",
+      "poisson", "_assert_async", "_assert_scalar", "repeat_interleave", "segment_reduce", "_segment_reduce_backward", "grid_sampler_2d", "bucketize",
+      "searchsorted", "geqrf", "ormqr", "_standard_gamma", "_sample_dirichlet"};
+  return names.count(base) || base.rfind("linalg_", 0) == 0 || base.rfind("_linalg_", 0) == 0;
+}
+
+std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
+  auto i = std::make_unique<OpInfo>();
+  const auto& s = op.schema();
+  i->schema = &s;
+  i->handle = op;
+  i->name = s.overload_name().empty() ? s.name() : s.name() + "." + s.overload_name();
+  i->name_hash = std::hash<std::string>()(i->name);
+  i->n_returns = s.returns().size();
+  bool writes = false, object_list = false;
+  for (const auto& a : s.arguments()) {
+    bool w = a.alias_info() && a.alias_info()->isWrite();
+    writes |= w;
+    i->args.push_back({classify(a), w});
+  }
+  bool tensor_returns = true, aliased = !s.returns().empty();
+  for (const auto& r : s.returns()) {
+    auto l = r.type()->cast<c10::ListType>();
+    tensor_returns &= is_tensor(r.type()) || (l && is_tensor(l->getElementType()));
+    aliased &= r.alias_info() != nullptr || (l && r.alias_info());
+  }
+  const auto ns = s.name().substr(0, s.name().find("::")), base = s.name().substr(s.name().find("::") + 2);
+  i->pass_through = ns == "profiler";
+  i->decompose = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  i->is_fetch = s.name() == "aten::_local_scalar_dense";
+  i->is_view = aliased && !writes;
+  i->random = op.hasTag(at::Tag::nondeterministic_seeded);
+  i->may_raise = checks_values(base);
+  static const std::unordered_set<std::string> resizing = {
+      "set_", "resize_", "resize_as_", "_resize_output_", "set_data", "record_stream", "resize_as_sparse_",
+      "_to_sparse", "sparse_resize_", "_pin_memory", "pin_memory", "swap_"};
+  i->always_sync = !i->is_fetch &&
+      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) ||
+       op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+       s.is_vararg() || s.is_varret());
+  // Writes into `out=` arguments may resize them.
+  for (const auto& a : s.arguments())
+    if (a.is_out())
+      i->always_sync = true;
+  return i;
+}
+} // namespace
+
+const OpInfo* op_info(const c10::OperatorHandle& op) {
+  static std::mutex m;
+  static auto* table = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpInfo>>();
+  std::lock_guard<std::mutex> l(m);
+  auto& e = (*table)[&op.schema()];
+  if (!e)
+    e = make(op);
+  return e.get();
+}
+
+const OpInfo* pseudo_op(const std::string& name) {
+  static std::mutex m;
+  static auto* table = new std::unordered_map<std::string, std::unique_ptr<OpInfo>>();
+  std::lock_guard<std::mutex> l(m);
+  auto& e = (*table)[name];
+  if (!e) {
+    e = std::make_unique<OpInfo>();
+    e->schema = nullptr;
+    e->name = name;
+    e->name_hash = std::hash<std::string>()(name);
+  }
+  return e.get();
+}
+} // namespace coexec

@@ -1,0 +1,46 @@
+// What coexec needs to know about an operator, read once from its schema and tags.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <string>
+#include <vector>
+
+namespace coexec {
+
+// Same numbers as coexec.records.OpKind.
+enum class Kind : uint8_t { Compute = 0, View = 1, Fetch = 2, Sync = 3, Barrier = 4, Host = 5 };
+
+enum class ArgClass : uint8_t {
+  Tensor, // Tensor or Tensor?
+  TensorList, // Tensor[]
+  OptTensorList, // Tensor?[]
+  Static, // selects a path: bool, str, dtype, layout, device, None ...
+  Number, // may vary without a new path: int, float, complex, lists of them
+  Object, // Generator, TorchBind ...: if present, the op is effectful
+};
+
+struct ArgInfo {
+  ArgClass cls;
+  bool writes; // the schema says that this argument's memory is written
+};
+
+struct OpInfo {
+  const c10::FunctionSchema* schema; // null for pseudo ops
+  std::optional<c10::OperatorHandle> handle; // empty for pseudo ops
+  std::string name; // with overload
+  uint64_t name_hash;
+  std::vector<ArgInfo> args;
+  size_t n_returns = 0;
+  bool decompose = false; // CompositeImplicitAutograd: arrives whole only under inference mode
+  bool pass_through = false; // profiler annotations: no tensor semantics
+  bool always_sync = false; // Python waits: data-dependent size, non-tensor result, custom op
+  bool is_fetch = false;
+  bool is_view = false; // by schema: returns alias an argument, nothing is written
+  bool random = false;
+  bool may_raise = false; // the kernel checks values (an index, a factorization ...)
+};
+
+// Interned, never freed; thread-safe.
+const OpInfo* op_info(const c10::OperatorHandle& op);
+const OpInfo* pseudo_op(const std::string& name);
+
+} // namespace coexec

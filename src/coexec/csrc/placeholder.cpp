@@ -1,0 +1,187 @@
+#include "placeholder.h"
+#include <c10/core/CPUAllocator.h>
+#include "iteration.h"
+
+namespace coexec {
+namespace {
+const std::string kNoDataYet =
+    "coexec: this tensor is still being computed and native code asked for its memory outside PyTorch's dispatcher; "
+    "call coexec.materialize(t) before handing it over";
+
+void storage_died(void* ctx) {
+  auto* r = static_cast<StorageRecord*>(ctx);
+  r->iteration->storage_died(r);
+  {
+    std::lock_guard<std::mutex> l(r->lock);
+    for (auto* p = r->impls; p; p = p->next)
+      p->record = nullptr;
+    r->impls = nullptr;
+  }
+  delete r;
+}
+
+void release_memory(void* ctx) {
+  delete static_cast<c10::Storage*>(ctx);
+}
+
+// key_set_ is protected and ordinary tensors are not ours: a pointer to member taken through a derived class is the
+// legal way to it.
+struct KeySetAccess : c10::TensorImpl {
+  static c10::DispatchKeySet c10::TensorImpl::*member() {
+    return &KeySetAccess::key_set_;
+  }
+};
+} // namespace
+
+PlaceholderImpl::PlaceholderImpl(c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t s)
+    : TensorImpl(std::move(storage), ks, c10::scalarTypeToTypeMeta(g->dtype)), geometry(g), slot(s) {
+  set_sizes_and_strides(g->sizes, g->strides, g->offset);
+}
+
+PlaceholderImpl::PlaceholderImpl(
+    ImplType view, c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t s)
+    : TensorImpl(view, std::move(storage), ks, c10::scalarTypeToTypeMeta(g->dtype)), geometry(g), slot(s) {
+  set_sizes_and_strides(g->sizes, g->strides, g->offset);
+}
+
+PlaceholderImpl::~PlaceholderImpl() {
+  detach_from_record();
+}
+
+void PlaceholderImpl::release_resources() {
+  detach_from_record();
+  TensorImpl::release_resources();
+}
+
+void PlaceholderImpl::attach(StorageRecord* r) {
+  std::lock_guard<std::mutex> l(r->lock);
+  record = r;
+  next = r->impls;
+  link = &r->impls;
+  if (next)
+    next->link = &next;
+  r->impls = this;
+}
+
+// Safe against a concurrent resolve(): our reference to the storage keeps the StorageImpl, and with it the record, alive
+// unless it is being resolved right now, which happens under the iteration's lock order (record->lock last).
+void PlaceholderImpl::detach_from_record() {
+  StorageRecord* r = record;
+  if (!r)
+    return;
+  std::lock_guard<std::mutex> l(r->lock);
+  if (!record)
+    return;
+  *link = next;
+  if (next)
+    next->link = link;
+  record = nullptr;
+}
+
+template <class V>
+c10::intrusive_ptr<c10::TensorImpl> PlaceholderImpl::copy(V&& v, bool allow) const {
+  auto r = c10::make_intrusive<PlaceholderImpl>(
+      ImplType::VIEW, c10::Storage(storage_), key_set_, geometry, slot);
+  copy_tensor_metadata(this, r.get(), std::forward<V>(v), allow);
+  if (auto* rec = record_of(r->storage_.unsafeGetStorageImpl()))
+    r->attach(rec);
+  else
+    r->drop_key();
+  return r;
+}
+
+c10::intrusive_ptr<c10::TensorImpl> PlaceholderImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& v, bool allow) const {
+  return copy(v, allow);
+}
+c10::intrusive_ptr<c10::TensorImpl> PlaceholderImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& v, bool allow) const {
+  return copy(std::move(v), allow);
+}
+
+void PlaceholderImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) {
+  detach_from_record();
+  TensorImpl::shallow_copy_from(impl);
+  if (auto* p = dynamic_cast<PlaceholderImpl*>(impl.get())) {
+    geometry = p->geometry;
+    slot = p->slot;
+  }
+  if (auto* rec = record_of(storage_.unsafeGetStorageImpl()))
+    attach(rec);
+}
+
+StorageRecord* record_of(const c10::StorageImpl* s) {
+  auto& d = const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks();
+  return d.get_deleter() == &storage_died ? static_cast<StorageRecord*>(d.get_context()) : nullptr;
+}
+
+at::Tensor make_placeholder(std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes) {
+  auto* r = new StorageRecord();
+  r->iteration = std::move(it);
+  r->sid = slot;
+  r->nbytes = nbytes;
+  r->views.push_back({g, slot});
+  auto st = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(nullptr, r, &storage_died, c10::Device(c10::kCPU)),
+      c10::GetCPUAllocator(), /*resizable=*/true);
+  r->impl = st.get();
+  // Never null to other native code: an access outside the dispatcher throws (StorageImpl's own mechanism).
+  st->release_data_and_set_meta_custom_data_ptr_error_msg_(kNoDataYet);
+  auto p = c10::make_intrusive<PlaceholderImpl>(
+      c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), g, slot);
+  p->attach(r);
+  return at::Tensor(std::move(p));
+}
+
+at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geometry* g) {
+  auto* b = base.unsafeGetTensorImpl();
+  auto* r = record_of(*b);
+  auto p = c10::make_intrusive<PlaceholderImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(base.storage()), b->key_set().add(kKey), g, slot);
+  p->attach(r);
+  return at::Tensor(std::move(p));
+}
+
+namespace {
+void make_ordinary(StorageRecord* r) {
+  std::lock_guard<std::mutex> l(r->lock);
+  for (auto* p = r->impls; p; p = p->next) {
+    p->drop_key();
+    p->record = nullptr;
+  }
+  r->impls = nullptr;
+}
+
+// Replaces the DataPtr without running its deleter's "storage died" bookkeeping.
+void replace_data(StorageRecord* r, c10::DataPtr&& d, size_t nbytes) {
+  auto* st = r->impl;
+  st->_mutable_data_ptr_no_checks().release_context();
+  st->_mutable_data_ptr_no_checks() = std::move(d);
+  st->set_nbytes(nbytes);
+}
+} // namespace
+
+void resolve(StorageRecord* r, const c10::Storage& real) {
+  make_ordinary(r);
+  auto* st = r->impl;
+  auto* keep = new c10::Storage(real);
+  auto& d = const_cast<c10::StorageImpl*>(real.unsafeGetStorageImpl())->_mutable_data_ptr_no_checks();
+  replace_data(r, c10::DataPtr(d.get(), keep, &release_memory, c10::Device(c10::kCPU)), real.nbytes());
+  st->clear_data_ptr_access_error_msg_();
+  r->iteration->record_resolved(r);
+  delete r;
+}
+
+void fail(StorageRecord* r, const std::string& why) {
+  make_ordinary(r);
+  replace_data(r, c10::DataPtr(nullptr, c10::Device(c10::kCPU)), r->nbytes);
+  r->impl->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+  r->iteration->record_resolved(r);
+  delete r;
+}
+
+void clear_stale_key(c10::TensorImpl* t) {
+  auto ks = KeySetAccess::member();
+  t->*ks = (t->*ks).remove(kKey);
+}
+} // namespace coexec

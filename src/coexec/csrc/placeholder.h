@@ -1,0 +1,90 @@
+// Placeholders: tensors that Python holds while the GraphRunner still computes their value.
+//
+// Whether a value is unresolved is a property of its *storage*: the DataPtr of an unresolved storage has no data, and its
+// context is a StorageRecord. Resolving puts the real memory into that same StorageImpl, so every tensor over it (views,
+// saved tensors, `.data` copies) becomes ordinary at once.
+#pragma once
+#include <atomic>
+#include <mutex>
+#include "geometry.h"
+
+namespace coexec {
+
+// The key the interceptor sits on. Upstream reserves it (torch 2.13 has no kernel there): a later torch may take it.
+constexpr auto kKey = c10::DispatchKey::Fake;
+
+class Iteration;
+struct PlaceholderImpl;
+
+// A value of the iteration: slot numbers are the Program's (node output) or -1.
+struct RecordedView {
+  const Geometry* geometry;
+  int32_t slot;
+};
+
+// One unresolved storage. Lives as long as its StorageImpl keeps it as DataPtr context, or until resolved.
+struct StorageRecord {
+  std::shared_ptr<Iteration> iteration; // keeps the real memory reachable
+  int32_t sid; // slot of the value that made the memory
+  size_t nbytes;
+  c10::StorageImpl* impl = nullptr; // not owned: the StorageImpl owns us
+  c10::SmallVector<RecordedView, 2> views; // first slot per geometry; written by the PythonRunner only
+  int64_t last_write; // log index of the latest op that wrote this memory
+  std::mutex lock; // guards `impls`: placeholders may die on any thread
+  PlaceholderImpl* impls = nullptr; // intrusive list of the placeholder impls over this storage
+
+  int32_t slot_of(const Geometry* g) const {
+    for (const auto& v : views)
+      if (v.geometry == g)
+        return v.slot;
+    return -1;
+  }
+};
+
+struct PlaceholderImpl final : c10::TensorImpl {
+  const Geometry* geometry; // as handed out; a later in-place metadata change makes it stale (checked in debug)
+  int32_t slot;
+  StorageRecord* record = nullptr; // null once resolved
+  PlaceholderImpl *next = nullptr, **link = nullptr; // in record->impls, guarded by record->lock
+
+  PlaceholderImpl(c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t slot);
+  // A view inherits its base's key set as it is (an inference tensor's view stays one).
+  PlaceholderImpl(ImplType view, c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t slot);
+  ~PlaceholderImpl() override;
+  void release_resources() override;
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& v, bool allow) const override;
+  c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& v, bool allow) const override;
+  void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& impl) override;
+  const char* tensorimpl_type_name() const override {
+    return "coexec::PlaceholderImpl";
+  }
+  void drop_key() {
+    key_set_ = key_set_.remove(c10::DispatchKey::Fake);
+  }
+  void attach(StorageRecord* r);
+  void detach_from_record();
+
+ private:
+  template <class V>
+  c10::intrusive_ptr<TensorImpl> copy(V&& v, bool allow) const;
+};
+
+// The record of an unresolved storage, or null. One load and a compare.
+StorageRecord* record_of(const c10::StorageImpl* s);
+inline StorageRecord* record_of(const c10::TensorImpl& t) {
+  return t.has_storage() ? record_of(t.unsafe_storage().unsafeGetStorageImpl()) : nullptr;
+}
+
+// New unresolved memory, and a tensor over it.
+at::Tensor make_placeholder(std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes);
+// Another tensor over the same unresolved memory, as a view op returns it.
+at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geometry* g);
+
+// Puts the real memory in place. The record is gone afterwards.
+void resolve(StorageRecord* r, const c10::Storage& real);
+// The value will never exist (its kernel failed): every access to the data raises `why`.
+void fail(StorageRecord* r, const std::string& why);
+// Clears a key left on an ordinary tensor (a `.data =` copy made before its storage was resolved).
+void clear_stale_key(c10::TensorImpl* t);
+
+} // namespace coexec

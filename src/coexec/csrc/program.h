@@ -1,0 +1,93 @@
+// The TraceGraph as the native runners follow it. Built by Python (runtime/) from merged traces; read-only while a step
+// is in co-execution.
+#pragma once
+#include <deque>
+#include <memory>
+#include <unordered_map>
+#include "geometry.h"
+#include "location.h"
+#include "op_info.h"
+
+namespace coexec {
+
+constexpr int32_t kStart = 0, kEnd = 1; // node numbers of START and END, as in graph/
+constexpr int32_t kExternal = -1; // "slot" of a value that no op of the iteration made
+
+// One argument of an op, as recorded. Tensors are not here but in the op's flattened inputs.
+struct Arg {
+  enum Type : uint8_t {
+    Tensor, // one flattened input
+    Undefined, // undefined tensor, or None where a tensor may stand
+    Wrapped, // a Python number that arrives as a 0-dim tensor; value in `value`
+    List, // tensor list; `present[i]` says whether element i is a flattened input
+    Static, // must be equal
+    Number, // must be equal unless `fed`
+  } type;
+  bool fed = false; // seen to vary: any value matches
+  bool snapshot = false; // the external is written by the PythonRunner (host op): copied when it is passed on
+  c10::IValue value;
+  at::ScalarType wrapped_dtype = at::ScalarType::Undefined;
+  std::vector<bool> present;
+};
+
+struct Output {
+  bool defined = false;
+  int16_t same_arg = -1; // returns this very argument object (in-place ops)
+  int16_t alias = -1; // flattened input whose memory it shares; -1: fresh memory
+};
+
+// Output metadata for one combination of input metadata.
+struct Variant {
+  std::vector<const Geometry*> inputs; // per flattened input
+  std::vector<c10::IValue> numbers; // per Number argument that is no plain float (floats never decide a shape)
+  std::vector<const Geometry*> outputs; // null if undefined
+  std::vector<size_t> nbytes; // of the storage, for fresh outputs
+};
+
+struct Node {
+  int32_t id;
+  const OpInfo* info;
+  Kind kind;
+  uint64_t location;
+  uint64_t uid;
+  std::vector<Arg> args;
+  std::vector<int32_t> returns; // per schema return: -1 one tensor, n >= 0 a list of n tensors
+  std::vector<Output> outputs;
+  std::vector<int16_t> writes; // flattened inputs whose memory is written
+  std::vector<std::vector<int32_t>> producers; // per flattened input: slots it may come from (kExternal included)
+  std::vector<int32_t> children;
+  std::deque<Variant> variants; // stable addresses
+  int32_t slot_base = 0; // first slot of the outputs
+  int32_t segment = -1; // segment it belongs to, and its position in it
+  int32_t position = 0;
+};
+
+// Metadata and attribute match, shared by the PythonRunner and by recording.
+bool same_value(const c10::IValue& a, const c10::IValue& b);
+// The number in a 0-dim tensor, read without the dispatcher (we are inside it).
+c10::IValue wrapped_value(const c10::TensorImpl& t);
+
+class Program {
+ public:
+  Program();
+  Node& add(std::unique_ptr<Node> n); // numbered in order of addition; gives it its slots
+  Node& at(int32_t id) {
+    return *nodes_[id];
+  }
+  size_t size() const {
+    return nodes_.size();
+  }
+  int32_t slots() const {
+    return slots_;
+  }
+  int32_t node_of_slot(int32_t slot) const {
+    return slot_node_[slot];
+  }
+
+ private:
+  std::vector<std::unique_ptr<Node>> nodes_;
+  std::vector<int32_t> slot_node_;
+  int32_t slots_ = 0;
+};
+
+} // namespace coexec

@@ -1,0 +1,301 @@
+#include "recorder.h"
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include "placeholder.h"
+
+namespace coexec {
+
+bool is_special(const c10::TensorImpl& t) {
+  static const c10::DispatchKeySet odd =
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                           c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
+  return !t.is_cpu() || t.layout() != at::kStrided || !t.has_storage() || t.key_set().has_any(odd) ||
+      t.has_symbolic_sizes_strides() || t.key_set().has(c10::DispatchKey::NestedTensorCPU) ||
+      t.key_set().has(c10::DispatchKey::QuantizedCPU) || isQIntType(t.dtype().toScalarType());
+}
+
+void Recorder::begin(std::vector<c10::StorageImpl*> step_arguments) {
+  ops.clear();
+  externals.clear();
+  known_.clear();
+  forgotten_.clear();
+  counts_.clear();
+  external_storages_ = 0;
+  complete = false;
+  step_arguments_ = std::move(step_arguments);
+}
+
+void Recorder::begin_with_prefix(std::vector<c10::StorageImpl*> step_arguments, const std::vector<Node*>& prefix) {
+  begin(std::move(step_arguments));
+  for (auto* n : prefix) {
+    TraceOp op;
+    op.info = n->info;
+    op.kind = n->kind;
+    op.location = n->location;
+    op.uid = n->uid;
+    op.node = n->id;
+    ops.push_back(std::move(op));
+    occurrence(n->location, n->info->name_hash);
+  }
+}
+
+void Recorder::register_value(const c10::Storage& s, const Geometry* g, TraceValue v) {
+  auto* p = s.unsafeGetStorageImpl();
+  auto it = known_.find(p);
+  if (it == known_.end())
+    it = known_
+             .emplace(p, Known{c10::weak_intrusive_ptr<c10::StorageImpl>(
+                                   c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)), -1, {}})
+             .first;
+  for (auto& e : it->second.values)
+    if (e.first == g)
+      return; // the first value with this geometry stands for all
+  it->second.values.emplace_back(g, v);
+}
+
+TraceInput Recorder::input(const at::Tensor& t) {
+  auto* impl = t.unsafeGetTensorImpl();
+  if (!impl->has_storage() || is_special(*impl))
+    return {{kExternal, -1}, nullptr, nullptr};
+  auto* p = impl->unsafe_storage().unsafeGetStorageImpl();
+  const Geometry* g = intern_of(*impl);
+  auto it = known_.find(p);
+  if (it == known_.end())
+    it = known_
+             .emplace(p, Known{c10::weak_intrusive_ptr<c10::StorageImpl>(
+                                   c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)),
+                               external_storages_++, {}})
+             .first;
+  auto& k = it->second;
+  for (auto& e : k.values)
+    if (e.first == g)
+      return {e.second, g, p};
+  if (k.external_storage < 0) {
+    // Memory of the trace seen through a geometry that no op announced (`set_data`, an in-place metadata change).
+    // Its values are known by storage: any of them names the memory.
+    TraceValue v = k.values.front().second;
+    k.values.emplace_back(g, v);
+    return {v, g, p};
+  }
+  auto arg = std::find(step_arguments_.begin(), step_arguments_.end(), p);
+  TraceValue v{kExternal, static_cast<int32_t>(externals.size())};
+  externals.push_back({k.external_storage, p->nbytes(),
+                       arg == step_arguments_.end() ? -1 : static_cast<int32_t>(arg - step_arguments_.begin()),
+                       is_foreign(p)});
+  k.values.emplace_back(g, v);
+  return {v, g, p};
+}
+
+void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded,
+                      const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  TraceOp t;
+  t.info = info;
+  t.location = location;
+  t.uid = uid;
+  auto n_args = info->args.size();
+  auto args = torch::jit::last(*stack, n_args);
+  bool special = false;
+  bool plain = encode_args(*info, args, &t.args, [&](const at::Tensor& x, int16_t arg, int16_t) {
+    special |= is_special(*x.unsafeGetTensorImpl());
+    t.inputs.push_back(input(x));
+    if (info->args[arg].writes)
+      t.writes.push_back(static_cast<int16_t>(t.inputs.size() - 1));
+  });
+  if (info->is_fetch)
+    t.kind = Kind::Fetch;
+  else if (info->always_sync || !plain || special || (guarded && info->may_raise))
+    t.kind = Kind::Sync;
+  std::vector<c10::IValue> before(args.begin(), args.end());
+  {
+    c10::impl::ExcludeDispatchKeyGuard g(c10::DispatchKey::Fake);
+    op.redispatchBoxed(ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Fake), stack);
+  }
+  if (t.kind != Kind::Fetch)
+    describe_outputs(t, before, torch::jit::last(*stack, info->n_returns));
+  if (t.kind == Kind::Sync)
+    make_external(t);
+  ops.push_back(std::move(t));
+}
+
+namespace {
+// Flattened tensor inputs, in the order of TraceOp::inputs.
+template <class F>
+void each_input(const OpInfo& info, c10::ArrayRef<c10::IValue> args, F&& f) {
+  for (size_t i = 0; i < args.size(); i++) {
+    const auto& v = args[i];
+    auto cls = info.args[i].cls;
+    if (cls == ArgClass::Tensor) {
+      if (v.isTensor() && v.toTensor().defined() && !v.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
+        f(v.toTensor(), static_cast<int16_t>(i));
+    } else if ((cls == ArgClass::TensorList || cls == ArgClass::OptTensorList) && !v.isNone()) {
+      for (const auto& e : v.toListRef())
+        if (e.isTensor() && e.toTensor().defined())
+          f(e.toTensor(), static_cast<int16_t>(i));
+    }
+  }
+}
+} // namespace
+
+void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results) {
+  std::vector<const at::Tensor*> inputs;
+  std::vector<int16_t> arg_of;
+  each_input(*t.info, before, [&](const at::Tensor& x, int16_t arg) {
+    inputs.push_back(&x);
+    arg_of.push_back(arg);
+  });
+  std::vector<at::Tensor> outs;
+  for (const auto& r : results) {
+    if (r.isTensor()) {
+      t.returns.push_back(-1);
+      outs.push_back(r.toTensor());
+    } else if (r.isTensorList()) {
+      auto l = r.toTensorVector();
+      t.returns.push_back(static_cast<int32_t>(l.size()));
+      outs.insert(outs.end(), l.begin(), l.end());
+    } else {
+      t.kind = Kind::Sync;
+      return;
+    }
+  }
+  bool all_alias = !outs.empty();
+  for (size_t k = 0; k < outs.size(); k++) {
+    Output o;
+    const auto& x = outs[k];
+    o.defined = x.defined();
+    if (!o.defined) {
+      t.outputs.push_back(o);
+      t.geometries.push_back(nullptr);
+      t.nbytes.push_back(0);
+      t.storages.push_back(nullptr);
+      continue;
+    }
+    auto* impl = x.unsafeGetTensorImpl();
+    if (is_special(*impl)) {
+      t.kind = Kind::Sync;
+      return;
+    }
+    auto* st = impl->unsafe_storage().unsafeGetStorageImpl();
+    for (size_t i = 0; i < inputs.size() && o.alias < 0; i++) {
+      auto* in = inputs[i]->unsafeGetTensorImpl();
+      if (in == impl)
+        o.same_arg = arg_of[i];
+      if (in->has_storage() && in->unsafe_storage().unsafeGetStorageImpl() == st)
+        o.alias = static_cast<int16_t>(i);
+    }
+    for (auto* s : t.storages)
+      if (o.alias < 0 && s == st) { // two outputs over one fresh memory: rare enough to let Python wait
+        t.kind = Kind::Sync;
+        return;
+      }
+    all_alias &= o.alias >= 0;
+    t.outputs.push_back(o);
+    t.geometries.push_back(intern_of(*impl));
+    t.nbytes.push_back(st->nbytes());
+    t.storages.push_back(st);
+  }
+  if (t.kind != Kind::Compute)
+    return;
+  bool inplace_view = t.info->handle && t.info->handle->hasTag(at::Tag::inplace_view);
+  if (all_alias && (t.writes.empty() || inplace_view))
+    t.kind = Kind::View;
+  if (inplace_view)
+    t.writes.clear();
+  int32_t index = static_cast<int32_t>(ops.size());
+  for (size_t k = 0; k < outs.size(); k++) {
+    const auto& o = t.outputs[k];
+    if (!o.defined)
+      continue;
+    bool external = o.alias >= 0 && t.inputs[o.alias].value.producer == kExternal;
+    if (external) {
+      // A view of memory from outside is memory from outside. A kernel that returns one without a view annotation
+      // cannot be handed out ahead of its execution.
+      if (t.kind == Kind::Compute && o.same_arg < 0) {
+        t.kind = Kind::Sync;
+        return;
+      }
+      continue;
+    }
+    register_value(outs[k].storage(), t.geometries[k], {index, static_cast<int32_t>(k)});
+  }
+}
+
+void Recorder::make_external(const TraceOp& t) {
+  for (const auto& i : t.inputs) {
+    auto it = i.storage ? known_.find(i.storage) : known_.end();
+    if (it == known_.end())
+      continue;
+    forgotten_.push_back(std::move(it->second.alive)); // the address must stay unique for the rest of the trace
+    known_.erase(it);
+  }
+}
+
+void Recorder::record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* x) {
+  TraceOp t;
+  t.info = info;
+  t.kind = kind;
+  t.location = location;
+  t.uid = uid;
+  if (x && x->defined() && x->unsafeGetTensorImpl()->has_storage())
+    t.inputs.push_back(input(*x));
+  if (!t.inputs.empty()) {
+    Arg a{Arg::Tensor};
+    t.args.push_back(a);
+  }
+  make_external(t);
+  ops.push_back(std::move(t));
+}
+
+// Tiny computations on memory from outside that end in a value for Python (Adam's `step += 1; step.item()`): the
+// PythonRunner does them at once, so that the read-back costs no round trip. All ops that write such memory must be
+// tiny and deterministic, and the memory must be read back.
+void Recorder::classify_host_ops() {
+  constexpr size_t kHostBytes = 64;
+  ska::flat_hash_map<c10::StorageImpl*, char> state; // 1 candidate, 2 read back, 0 excluded
+  auto tiny = [&](c10::StorageImpl* s) { return s && s->nbytes() <= kHostBytes; };
+  auto eligible = [&](const TraceOp& t) {
+    if (t.kind != Kind::Compute || t.info->random || t.writes.size() != 1 || t.outputs.size() > 1)
+      return false;
+    for (const auto& i : t.inputs)
+      if (i.value.producer != kExternal || !tiny(i.storage))
+        return false;
+    for (const auto& o : t.outputs)
+      if (o.same_arg < 0)
+        return false;
+    return !t.inputs.empty();
+  };
+  for (const auto& t : ops) {
+    if (t.node >= 0)
+      continue;
+    for (auto w : t.writes)
+      if (t.inputs[w].value.producer == kExternal && t.inputs[w].storage) {
+        auto& s = state.emplace(t.inputs[w].storage, 1).first->second;
+        if (!eligible(t))
+          s = 0;
+      }
+  }
+  for (const auto& t : ops)
+    if (t.node < 0 && t.kind == Kind::Fetch && !t.inputs.empty()) {
+      auto it = state.find(t.inputs[0].storage);
+      if (it != state.end() && it->second == 1)
+        it->second = 2;
+    }
+  auto is_host = [&](c10::StorageImpl* s) {
+    auto it = state.find(s);
+    return it != state.end() && it->second == 2;
+  };
+  for (auto& t : ops) {
+    if (t.node >= 0)
+      continue;
+    if (eligible(t) && is_host(t.inputs[t.writes[0]].storage)) {
+      t.kind = Kind::Host;
+      continue;
+    }
+    size_t input = 0;
+    for (auto& a : t.args) {
+      size_t n = a.type == Arg::Tensor ? 1 : a.type == Arg::List ? std::count(a.present.begin(), a.present.end(), true) : 0;
+      for (size_t k = 0; k < n; k++, input++)
+        if (input < t.inputs.size() && t.inputs[input].value.producer == kExternal && is_host(t.inputs[input].storage))
+          a.snapshot = true;
+    }
+  }
+}
+} // namespace coexec

@@ -1,0 +1,151 @@
+// Tracing phase: every op runs at once on real tensors and is written down.
+#pragma once
+#include <c10/util/flat_hash_map.h>
+#include <torch/library.h>
+#include "program.h"
+
+namespace coexec {
+
+// A value of the trace, as coexec.records.ValueRef: (op, output), or (-1, external number).
+struct TraceValue {
+  int32_t producer;
+  int32_t output;
+  bool operator==(const TraceValue& o) const {
+    return producer == o.producer && output == o.output;
+  }
+};
+
+struct TraceInput {
+  TraceValue value;
+  const Geometry* geometry;
+  c10::StorageImpl* storage; // identity only
+};
+
+struct TraceOp {
+  const OpInfo* info = nullptr;
+  Kind kind = Kind::Compute;
+  uint64_t location = 0, uid = 0;
+  int32_t node = -1; // already matched (the prefix after a fallback): nothing else is filled
+  std::vector<Arg> args;
+  std::vector<TraceInput> inputs;
+  std::vector<int32_t> returns;
+  std::vector<Output> outputs;
+  std::vector<const Geometry*> geometries; // per output
+  std::vector<size_t> nbytes; // per output
+  std::vector<c10::StorageImpl*> storages; // per output
+  std::vector<int16_t> writes;
+};
+
+struct TraceExternal {
+  int32_t storage; // dense number
+  size_t nbytes;
+  int32_t step_argument;
+  bool foreign;
+};
+
+// True if code that knows nothing of PyTorch can write this memory (NumPy, DLPack). See foreign.cpp.
+bool is_foreign(const c10::StorageImpl* s);
+void mark_foreign(const c10::Storage& s); // counted: one per living array
+void unmark_foreign(const c10::StorageImpl* s);
+
+// Sparse, nested, quantized, subclass with __torch_dispatch__, conjugate bit ...: not a plain strided CPU tensor.
+bool is_special(const c10::TensorImpl& t);
+
+// One Arg per schema argument; `on_input(tensor, arg, element)` is called for each flattened tensor input.
+// Returns false if an argument makes the op effectful (a Generator, an object).
+template <class OnInput>
+bool encode_args(const OpInfo& info, c10::ArrayRef<c10::IValue> stack, std::vector<Arg>* out, OnInput&& on_input);
+
+class Recorder {
+ public:
+  void begin(std::vector<c10::StorageImpl*> step_arguments);
+  // The validated prefix of an iteration that fell back.
+  void begin_with_prefix(std::vector<c10::StorageImpl*> step_arguments, const std::vector<Node*>& prefix);
+  void register_value(const c10::Storage& s, const Geometry* g, TraceValue v);
+
+  // Ordinal of this (location, op) pair in the iteration, counted from 0.
+  uint32_t occurrence(uint64_t location, uint64_t name_hash) {
+    return counts_[mix(location, name_hash)]++;
+  }
+  // Runs the op below our key and appends it. `guarded`: a handler of the user covers the current instruction.
+  void record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
+              c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* t);
+  void classify_host_ops();
+
+  std::vector<TraceOp> ops;
+  std::vector<TraceExternal> externals;
+  bool complete = false;
+
+ private:
+  struct Known {
+    c10::weak_intrusive_ptr<c10::StorageImpl> alive; // keeps the address from being reused, not the memory
+    int32_t external_storage; // dense number, or -1 if an op of the trace made it
+    std::vector<std::pair<const Geometry*, TraceValue>> values;
+  };
+  TraceInput input(const at::Tensor& t);
+  void describe_outputs(TraceOp& op, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results);
+  void make_external(const TraceOp& op);
+
+  ska::flat_hash_map<c10::StorageImpl*, Known> known_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> forgotten_;
+  ska::flat_hash_map<uint64_t, uint32_t> counts_;
+  std::vector<c10::StorageImpl*> step_arguments_;
+  int32_t external_storages_ = 0;
+};
+
+template <class OnInput>
+bool encode_args(const OpInfo& info, c10::ArrayRef<c10::IValue> stack, std::vector<Arg>* out, OnInput&& on_input) {
+  bool plain = true;
+  out->reserve(stack.size());
+  for (size_t i = 0; i < stack.size(); i++) {
+    const auto& v = stack[i];
+    Arg a{Arg::Static};
+    switch (info.args[i].cls) {
+      case ArgClass::Tensor:
+        if (!v.isTensor() || !v.toTensor().defined()) {
+          a.type = Arg::Undefined;
+        } else if (auto* t = v.toTensor().unsafeGetTensorImpl(); t->is_wrapped_number()) {
+          a.type = Arg::Wrapped;
+          a.wrapped_dtype = t->dtype().toScalarType();
+          a.value = wrapped_value(*t);
+        } else {
+          a.type = Arg::Tensor;
+          on_input(v.toTensor(), static_cast<int16_t>(i), int16_t(-1));
+        }
+        break;
+      case ArgClass::TensorList:
+      case ArgClass::OptTensorList: {
+        if (v.isNone()) {
+          a.type = Arg::Undefined;
+          break;
+        }
+        a.type = Arg::List;
+        int16_t k = 0;
+        for (const auto& e : v.toListRef()) {
+          bool defined = e.isTensor() && e.toTensor().defined();
+          a.present.push_back(defined);
+          if (defined)
+            on_input(e.toTensor(), static_cast<int16_t>(i), k);
+          k++;
+        }
+        break;
+      }
+      case ArgClass::Number:
+        a.type = Arg::Number;
+        a.value = v;
+        plain &= !v.isSymInt();
+        break;
+      case ArgClass::Static:
+        a.value = v;
+        break;
+      case ArgClass::Object:
+        plain &= v.isNone();
+        break;
+    }
+    out->push_back(std::move(a));
+  }
+  return plain;
+}
+
+} // namespace coexec

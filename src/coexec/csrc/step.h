@@ -1,0 +1,109 @@
+// One co-executed step: its program, its two runners, and what the interceptor does with an op of the user's thread.
+#pragma once
+#include "graph_runner.h"
+#include "recorder.h"
+
+namespace coexec {
+
+enum class Phase : uint8_t { Off, Trace, Coexec };
+
+struct LocationInfo {
+  std::vector<FrameSite> chain; // innermost first; strong references
+  bool guarded; // an exception handler of the user's code covers the instruction
+};
+
+struct StepStats {
+  int64_t ops = 0, traced_ops = 0, feeds = 0, fetches = 0, waits[static_cast<int>(Wait::Count)] = {};
+  double stall_s = 0;
+};
+
+// Why an iteration left co-execution, and where.
+struct Fallback {
+  std::string reason; // "new path", "new shapes", "early end" ...
+  std::string op; // what Python did
+  uint64_t location = 0;
+  int32_t after_node = 0;
+};
+
+class Step {
+ public:
+  Step();
+  ~Step();
+
+  // --- called by runtime/ with the GIL
+  void begin(Phase phase, std::vector<at::Tensor> step_arguments, int frame_levels, bool lazy);
+  void finish(); // the step returned: all writes done, all placeholders ordinary; throws a kernel's error
+  void abort(); // the step raised
+  void drain(); // before fork, in the middle of a step
+  void abandon(); // in a forked child
+  void extend(const std::vector<int32_t>& nodes); // the merged trace: TraceGraph node per op
+  // Python touches state outside the dispatcher. `resolve`: the tensor's memory goes to the outside for good.
+  void barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign);
+
+  // --- called by the interceptor
+  void handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+
+  Program program;
+  GraphRunner graph;
+  Recorder recorder;
+  Phase phase = Phase::Off;
+  bool has_trace = false; // the iteration was traced, wholly or from a fallback on
+  std::optional<Fallback> fallback;
+  StepStats stats;
+  std::shared_ptr<const SegmentTable> segments;
+  std::vector<int32_t> path; // nodes of the last co-executed iteration
+  std::unordered_map<uint64_t, LocationInfo> locations;
+  bool paused = false;
+
+ private:
+  // One flattened tensor argument of the op at hand.
+  struct In {
+    StorageRecord* record; // null: external
+    int32_t slot;
+    const Geometry* geometry; // of a placeholder
+    const at::Tensor* tensor;
+    int16_t arg, element;
+  };
+  uint64_t op_location();
+  void remember_sequence(uint64_t uid);
+  bool guarded(uint64_t location);
+
+  bool follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
+  bool match(const Node& n, c10::ArrayRef<c10::IValue> args);
+  bool match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t element);
+  const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
+  void advance(Node& n);
+  void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
+  c10::IValue pass_on(const Node& n, const In& in);
+  void prepare_args(Node& n, Entry& e, c10::ArrayRef<c10::IValue> args);
+  at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
+  void view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void wait(int64_t n, Wait why);
+  void resolve_inputs();
+  void resolve_record(StorageRecord* r);
+  void resolve_all();
+  void fall_back(const std::string& reason, const std::string& op, uint64_t location);
+  void to_recorder();
+  void leave();
+  void complete_iteration();
+  void settle();
+
+  StepFrame frame_;
+  std::vector<at::Tensor> step_arguments_;
+  std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it
+  uint64_t sequence_base_ = 0, last_backward_uid_ = 0;
+  std::shared_ptr<Iteration> it_;
+  Node* current_ = nullptr;
+  std::vector<int64_t> log_index_; // per node, in this iteration
+  c10::SmallVector<In, 8> in_; // of the op at hand
+  ska::flat_hash_map<c10::StorageImpl*, int64_t> external_writes_; // last log index that wrote memory from outside
+};
+
+// The step that runs on this thread, or null.
+Step*& active_step();
+void install_interceptor_check();
+
+} // namespace coexec

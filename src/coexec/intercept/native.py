@@ -1,0 +1,97 @@
+"""The loaded native core of this process, or the reason why there is none yet."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from coexec.errors import CoexecError, UnsupportedTorchError
+from coexec.intercept import reads
+from coexec.intercept.build import BuildState, load, native_path_if_ready, start_background_build
+
+SUPPORTED_TORCH = ("2.13",)
+"""Releases the interceptor was tested with; the dispatch key it sits on is reserved upstream."""
+
+_lock = threading.Lock()
+_module: ModuleType | None = None
+_error: CoexecError | None = None
+_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def native_if_ready() -> ModuleType | None:
+    """Returns the native core, or None while it is being built or if it cannot be had (see `native_error`).
+
+    Never blocks: the first call starts the build in a child process.
+    """
+    global _module, _error
+    if _module is not None or _error is not None:
+        return _module
+    with _lock:
+        if _module is None and _error is None:
+            try:
+                _module = _load_or_start()
+            except CoexecError as error:
+                _error = error
+    return _module
+
+
+def native_error() -> CoexecError | None:
+    """Returns why there will be no native core in this process, if that is so."""
+    return _error
+
+
+def _load_or_start() -> ModuleType | None:
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in SUPPORTED_TORCH:
+        raise UnsupportedTorchError(
+            f"coexec's co-execution is tested with torch {', '.join(SUPPORTED_TORCH)}; this is torch "
+            f"{torch.__version__}. Steps run as plain eager PyTorch."
+        )
+    path = native_path_if_ready()
+    if path is None:
+        handle = start_background_build()
+        state = handle.poll()
+        if state is BuildState.FAILED and handle.error is not None:
+            raise handle.error
+        if state is not BuildState.READY or handle.path is None:
+            return None
+        path = handle.path
+    module = load(path)
+    reads.install(module)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    atexit.register(_stop_all)
+    return module
+
+
+def new_step(native: ModuleType) -> Any:
+    """Returns a native Step whose thread ends with the interpreter."""
+    step = native.Step()
+    _steps.add(step)
+    return step
+
+
+def _before_fork() -> None:
+    """The child sees memory as eager would have left it: everything validated so far is computed first."""
+    step = _module.active_step() if _module else None
+    if step is not None:
+        step.drain()
+
+
+def _after_fork_in_child() -> None:
+    """Only the forking thread exists here: the graph threads do not."""
+    step = _module.active_step() if _module else None
+    if step is not None:
+        step.abandon()
+    for other in list(_steps):
+        other.forget_thread()
+
+
+def _stop_all() -> None:
+    for step in list(_steps):
+        step.stop()

@@ -1,0 +1,112 @@
+"""Reads and writes that bypass the dispatcher: `numpy()`, `tolist()`, `data_ptr()`, pickling, RNG state ...
+
+They are wrapped once, when the native core is loaded. Outside a step a wrapper costs one native call; inside, the step
+is told first (a BARRIER op of the trace), so that memory is final before anything looks at it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+VALUE_READS = ("tolist", "__repr__", "__deepcopy__", "__reduce_ex__", "apply_", "map_", "map2_")
+"""Read (or write) now, and keep no pointer to the memory."""
+
+POINTER_READS = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "__dlpack__")
+"""Hand the memory to code that may use it at any time while the tensor lives."""
+
+ARRAY_READS = ("numpy", "__array__")
+"""Hand the memory to a NumPy array: it is foreign for as long as an array over it lives."""
+
+RNG_FUNCTIONS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
+"""Functions of `torch.random`, also reachable as `torch.<name>`."""
+
+
+def install(native: ModuleType) -> None:
+    """Wraps the reads for this process. Calling it again does nothing."""
+    if getattr(torch.Tensor.numpy, "_coexec_wrapper", False):
+        return
+    for name in VALUE_READS:
+        _wrap_method(name, functools.partial(_value_read, native, name))
+    for name in POINTER_READS:
+        _wrap_method(name, functools.partial(_pointer_read, native, name))
+    for name in ARRAY_READS:
+        _wrap_method(name, functools.partial(_array_read, native, name))
+    for name in RNG_FUNCTIONS:
+        _wrap_rng(native, name)
+
+
+def _wrap_method(name: str, read: Callable[..., Any]) -> None:
+    original = getattr(torch.Tensor, name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return read(original, self, *args, **kwargs)
+
+    wrapper._coexec_wrapper = True  # type: ignore[attr-defined]
+    setattr(torch.Tensor, name, wrapper)
+
+
+def _value_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    step = native.active_step()
+    if step is None or step.paused:
+        return original(tensor, *args, **kwargs)
+    step.barrier(name, tensor, False)
+    return _paused(step, original, tensor, *args, **kwargs)
+
+
+def _pointer_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    step = native.active_step()
+    if step is None or step.paused:
+        return original(tensor, *args, **kwargs)
+    step.barrier(name, tensor, name not in ("storage", "_typed_storage", "untyped_storage", "data_ptr"))
+    return _paused(step, original, tensor, *args, **kwargs)
+
+
+def _array_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    step = native.active_step()
+    if step is not None and not step.paused:
+        step.barrier(name, tensor, False)
+        array = _paused(step, original, tensor, *args, **kwargs)
+    else:
+        array = original(tensor, *args, **kwargs)
+    _foreign_while_alive(native, tensor, array)
+    return array
+
+
+def _foreign_while_alive(native: ModuleType, tensor: torch.Tensor, array: Any) -> None:
+    """Marks the tensor's memory as NumPy's until the array (every view of it keeps it alive) is gone."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu":
+        key = native.mark_foreign(tensor)
+        if key:
+            weakref.finalize(array, native.unmark_foreign, key).atexit = False
+
+
+def _paused(step: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls library code on real values: its ops are no part of the step."""
+    step.paused = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        step.paused = False
+
+
+def _wrap_rng(native: ModuleType, name: str) -> None:
+    original = getattr(torch.random, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        step = native.active_step()
+        if step is not None and not step.paused:
+            step.barrier(name, None, False)  # the graph has made all earlier draws, and none later
+        return original(*args, **kwargs)
+
+    for module in (torch.random, torch):
+        setattr(module, name, wrapper)

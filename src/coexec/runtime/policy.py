@@ -1,0 +1,71 @@
+"""When a step traces, co-executes, or is left alone. Pure decisions, no torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Phase(enum.Enum):
+    """What the next call of a step does."""
+
+    BUILDING = "building"  # the native core is not there yet: plain eager
+    TRACING = "tracing"
+    CO_EXECUTION = "co-execution"
+    EAGER = "eager"  # the step never settles: plain eager, tried again rarely
+
+
+@dataclass(slots=True)
+class PhasePolicy:
+    """Decides by counting: the paper's rule (co-execute when the newest trace was covered), with a way out.
+
+    A program whose every iteration is a new path would pay for tracing for ever. After `PATIENCE` failures in a row it
+    runs plain eager for a number of iterations that doubles each time.
+    """
+
+    PATIENCE = 8  # iterations in a row that taught something new before the step is left alone
+    FIRST_REST = 32  # iterations; doubled after each retry that fails, up to LONGEST_REST
+    LONGEST_REST = 4096
+    RETRIES = 3  # iterations of a retry
+
+    phase: Phase = Phase.TRACING
+    failures: int = 0  # iterations in a row that were traced or fell back with something new
+    rest: int = 0  # iterations of plain eager left
+    next_rest: int = FIRST_REST
+    retrying: bool = False
+
+    def start_iteration(self) -> Phase:
+        """Returns what this iteration does."""
+        if self.phase is Phase.EAGER:
+            self.rest -= 1
+            if self.rest <= 0:
+                self.phase, self.failures, self.retrying = Phase.TRACING, 0, True
+                return Phase.TRACING
+        return self.phase
+
+    def learned(self, something_new: bool, complete: bool) -> None:
+        """A trace was merged, of a whole iteration or from a fallback on."""
+        if not something_new:
+            self.failures = 0
+            if complete:
+                self.phase = Phase.CO_EXECUTION
+            return
+        self.failures += 1
+        if self.failures >= (self.RETRIES if self.retrying else self.PATIENCE):
+            self._leave_alone()
+
+    def co_executed(self) -> None:
+        """A whole iteration ran in co-execution."""
+        self.failures = 0
+        self.retrying = False
+        self.next_rest = self.FIRST_REST
+
+    def _leave_alone(self) -> None:
+        self.phase = Phase.EAGER
+        self.rest = self.next_rest
+        self.next_rest = min(self.next_rest * 2, self.LONGEST_REST)
+
+    def give_up(self) -> None:
+        """Plain eager from now on, but for rare retries."""
+        self.next_rest = self.LONGEST_REST
+        self._leave_alone()

@@ -1,0 +1,172 @@
+"""StepRunner: one step's life through its phases (Terra, sections 3 and 4)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from coexec.config import Options
+from coexec.errors import ReentrantStepError
+from coexec.graph.merge import merge
+from coexec.graph.tracegraph import TraceGraph
+from coexec.intercept.native import native_error, native_if_ready, new_step
+from coexec.runtime.history import History
+from coexec.runtime.policy import Phase, PhasePolicy
+from coexec.runtime.segments import SegmentManager
+from coexec.runtime.stats import Counters, StepStats
+
+MAX_NODES = 200_000
+"""A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
+
+
+class StepRunner:
+    """Runs a step again and again; decides per iteration whether it is traced, co-executed or left alone."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self.name = name
+        self.options = options
+        self.graph = TraceGraph()
+        self.policy = PhasePolicy()
+        self.counters = Counters()
+        self.history = History()
+        self.segments = SegmentManager(options)
+        self._native: Any = None  # the native Step, once the core is loaded
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # thread id of the running call
+        self._started_s = 0.0
+
+    # ------------------------------------------------------------------------------------------------------- calling
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one iteration: `function(*args, **kwargs)`, with eager's results."""
+        module = native_if_ready()
+        if module is None or self.options.mode == "eager":
+            self.counters.iterations += 1
+            return function(*args, **kwargs)
+        if module.active_step() is not None:
+            return self._nested(module, function, args, kwargs)
+        with self._lock:
+            if not self._begin(module, (args, kwargs), 1):
+                return function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                self._end(completed=False)
+                raise
+            args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
+            self._end(completed=True)
+            return result
+
+    def enter(self, levels: int) -> bool:
+        """Starts an iteration whose body runs in the caller's frame, `levels` frames above; False: it runs plain."""
+        module = native_if_ready()
+        if module is None or self.options.mode == "eager" or module.active_step() is not None:
+            self.counters.iterations += 1
+            return False
+        self._lock.acquire()
+        if self._begin(module, (), levels + 2):
+            return True
+        self._lock.release()
+        return False
+
+    def leave(self, completed: bool) -> None:
+        """Ends an iteration started by `enter`."""
+        try:
+            self._end(completed)
+        finally:
+            self._lock.release()
+
+    def _nested(self, module: ModuleType, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._owner == threading.get_ident():
+            raise ReentrantStepError(
+                f"The step {self.name!r} was called from inside itself. A step is one iteration; give the recursive "
+                f"part a name of its own and compile only the outer function."
+            )
+        return function(*args, **kwargs)  # a step inside another step is part of the outer one
+
+    # ------------------------------------------------------------------------------------------------ one iteration
+
+    def _begin(self, module: ModuleType, arguments: Any, levels: int) -> bool:
+        self.counters.iterations += 1
+        phase = self.policy.start_iteration()
+        if phase is Phase.EAGER:
+            return False
+        if self._native is None:
+            self._native = new_step(module)
+        self._owner = threading.get_ident()
+        if phase is Phase.CO_EXECUTION:
+            self._started_s = time.perf_counter()
+            self._native.begin_coexec(arguments, levels, self.options.mode == "lazy")
+        else:
+            self._native.begin_trace(arguments, levels)
+        return True
+
+    def _end(self, completed: bool) -> None:
+        """Finishes the iteration natively, then learns from it. A kernel's error is raised here."""
+        native = self._native
+        try:
+            if completed:
+                native.finish()
+            else:
+                native.abort()
+        except BaseException:
+            completed = False
+            raise
+        finally:
+            self._owner = None
+            self._learn(completed)
+
+    def _learn(self, completed: bool) -> None:
+        native = self._native
+        fallback = native.fallback
+        if fallback is not None:
+            self.counters.fallbacks[fallback[0]] += 1
+            self.history.fallback(self.counters.iterations, fallback, native)
+        if not native.has_trace:
+            self.counters.co_executed += 1
+            self.counters.python_s += time.perf_counter() - self._started_s
+            self.policy.co_executed()
+            self.segments.after_iteration(native, self.graph)
+            return
+        if fallback is None:
+            self.counters.traced += 1
+        trace = native.trace()
+        result = merge(self.graph, trace)
+        native.extend(list(result.nodes))
+        self.policy.learned(not result.covered, completed)
+        if len(self.graph.nodes) > MAX_NODES:
+            self.policy.give_up()
+        if result.new_nodes or result.new_edges:
+            self.segments.graph_changed()
+
+    # ------------------------------------------------------------------------------------------------------ asking why
+
+    def phase(self) -> Phase:
+        """Returns what the next call will do."""
+        if native_if_ready() is None:
+            return Phase.EAGER if native_error() is not None else Phase.BUILDING
+        return Phase.EAGER if self.options.mode == "eager" else self.policy.phase
+
+    def stats(self) -> StepStats:
+        """Returns a snapshot of the counters."""
+        native: dict[str, Any] = self._native.stats() if self._native is not None else {}
+        stall_s = native.get("python_stall_s", 0.0)
+        return StepStats(
+            phase=self.phase().value,
+            iterations=self.counters.iterations,
+            traced=self.counters.traced,
+            co_executed=self.counters.co_executed,
+            fallbacks=dict(self.counters.fallbacks),
+            segments=self.segments.by_executor(),
+            switches=self.segments.switches(),
+            loops=0,
+            feeds=native.get("feeds", 0),
+            fetches=native.get("fetches", 0),
+            python_exec_s=max(0.0, self.counters.python_s - stall_s),
+            python_stall_s=stall_s,
+            graph_exec_s=native.get("graph_exec_s", 0.0),
+            graph_stall_s=native.get("graph_stall_s", 0.0),
+        )
