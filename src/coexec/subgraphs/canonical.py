@@ -81,7 +81,7 @@ class _Walk:
         if len(values) != len(placeholders):
             raise UnkeyableGraphError(f"{len(values)} example inputs for a graph of {len(placeholders)} inputs")
         for position, (node, value) in enumerate(zip(placeholders, values, strict=True)):
-            self._input(position, node, value)
+            self._input(position, node, value)  # in placeholder order: symbols are numbered by first appearance
         for node in module.graph.nodes:
             if node.op == "output":
                 self.nodes.append(f"{self._prefix}output: {self._argument(node.args[0], uniform=True)}")
@@ -93,14 +93,16 @@ class _Walk:
     def _input(self, position: int, node: Node, value: object) -> None:
         name = f"{self._prefix}in{position}"
         self._names[node] = name
-        self.inputs.append(f"{name}: {self._input_text(name, position, value)}")
+        text = self._input_text(position, _symbolic(node, value))
+        alias = self._alias(name, value) if isinstance(value, torch.Tensor) else ""
+        self.inputs.append(f"{name}: {text}{alias}")
 
-    def _input_text(self, name: str, position: int, value: object) -> str:
+    def _input_text(self, position: int, value: object) -> str:
         if position in self._fed and not isinstance(value, torch.Tensor):
             return f"fed {type(value).__name__}"  # the value changes between calls, so it cannot be in the key
         if isinstance(value, torch.Tensor):
             fed = "fed " if position in self._fed else ""
-            return fed + tensor_text(value, self.symbols, with_grad=self._with_grad) + self._alias(name, value)
+            return fed + tensor_text(value, self.symbols, with_grad=self._with_grad)
         return literal_text(value, self.symbols)
 
     def _alias(self, name: str, tensor: torch.Tensor) -> str:
@@ -225,6 +227,15 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
                 f"cannot key {type(module).__qualname__}: it has {name[1:].replace('_', ' ')}, which are code of the "
                 "running process; pass a functional graph (AOTAutograd's) instead"
             )
+
+
+def _symbolic(node: Node, value: object) -> object:
+    """The placeholder's own metadata where its sizes are symbols: Dynamo hands real tensors to a backend even then."""
+    known = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and known.layout is torch.strided:
+        symbolic = any(isinstance(size, torch.SymInt) for size in (*known.shape, *known.stride()))
+        return known if symbolic else value
+    return value
 
 
 def _metadata(node: Node) -> object:

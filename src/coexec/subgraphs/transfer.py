@@ -49,7 +49,7 @@ class TransferReport:
 
 
 def export_store(store: Store, file: Path, *, environment: str | None = None, artifacts: bool = True) -> TransferReport:
-    """Write everything of `store` that it trusts itself into `file`, signed with the user's key (made if there is none).
+    """Write all that `store` trusts itself into `file`, signed with the user's key (which is made if there is none).
 
     `environment`: digest; only what belongs to it. `artifacts=False`: decisions without files, to be rebuilt from their
     options. Errors: StoreError, TrustError, OSError; `file` then does not exist or is as before.
@@ -209,9 +209,9 @@ def _check_references(records: Records, parts: dict[str, Any]) -> None:
     missing = {digest for digest in records.artifact_digests() if f"{ARTIFACTS}{digest}" not in parts}
     if missing:
         raise TrustError(f"the archive names {len(missing)} artifacts that it does not hold; export again")
-    strangers = {
-        entry.environment for entry in [*records.decisions, *records.measurements]
-    } - records.environments.keys()
+    named = {decision.environment for decision in records.decisions}
+    named |= {measurement.environment for measurement in records.measurements}
+    strangers = named - records.environments.keys()
     if strangers:
         raise TrustError(f"the archive names {len(strangers)} environments that it does not describe; export again")
 
