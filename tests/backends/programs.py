@@ -103,7 +103,7 @@ def convnet_sgd(mode: Mode = "commit", threads: int = 1) -> Recording:
 
 
 def transformer_adamw(mode: Mode = "commit", threads: int = 1) -> Recording:
-    """Two-layer transformer with dropout and AdamW, gradient clipping; loss is published between forward and backward."""
+    """Two-layer transformer with dropout, gradient clipping and AdamW; the loss is published before backward."""
 
     def build() -> Callable[[int], Step]:
         embed = nn.Embedding(50, 32)

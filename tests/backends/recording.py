@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from coexec.backends.ops import MEMORY_FORMATS, SCALAR_TYPES, flatten_results, resolve, written_values
+from coexec.backends.ops import MEMORY_FORMATS, SCALAR_TYPES, resolve, tensor_results, written_values
 from coexec.backends.spec import (
     Arg,
     Const,
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name + ("." + func._schema.overload_name if func._schema.overload_name else "")
         recorded = self.arguments(func._schema, args, kwargs)
         result = func(*args, **kwargs)
-        outs = tuple(None if t is None else self.value(t) for t in flatten_results(result))
+        outs = tuple(None if t is None else self.value(t) for t in tensor_results(func, result))
         self.ops.append(Op(name, recorded, outs))
         self.random |= resolve(name).random
         return result

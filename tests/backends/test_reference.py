@@ -1,4 +1,4 @@
-"""The reference interpreter is bit-equal to the eager run that was recorded, and its float64 run follows the same path."""
+"""The reference interpreter is bit-equal to the recorded eager run, and its float64 run follows the same path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coexec.backends.reference import NoWideRun, run_reference, run_reference_pair
+from coexec.backends.reference import NoWideRunError, run_reference, run_reference_pair
 from coexec.backends.spec import SpecError
 from tests.backends.programs import PROGRAMS
 from tests.backends.recording import record
@@ -61,7 +61,7 @@ def test_native_dropout_in_float64_uses_the_drawn_mask() -> None:
 def test_reinterpreted_memory_has_no_float64_run() -> None:
     x = torch.randn(4)
     recording = record(lambda _: [x.view(torch.int32) + 1])
-    with pytest.raises(NoWideRun):
+    with pytest.raises(NoWideRunError):
         run_reference_pair(recording.spec, recording.fresh_inputs())
 
 

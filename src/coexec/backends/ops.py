@@ -26,6 +26,7 @@ from coexec.backends.spec import (
     TensorListArg,
     Undefined,
     WrappedNumber,
+    used_values,
 )
 
 SCALAR_TYPES = {
@@ -161,7 +162,12 @@ def call(overload: Overload, named: dict[str, Any]) -> list[torch.Tensor | None]
     """Run the op; return its tensor results in order, lists flattened, as Op.outs has them."""
     positional = [named[p.name] for p in overload.parameters if not p.keyword_only]
     keywords = {p.name: named[p.name] for p in overload.parameters if p.keyword_only}
-    return flatten_results(overload.target(*positional, **keywords))
+    return tensor_results(overload.target, overload.target(*positional, **keywords))
+
+
+def tensor_results(target: OpOverload, result: Any) -> list[torch.Tensor | None]:
+    """What `target` returned, as Op.outs has it: nothing if its schema returns nothing (in-place foreach ops)."""
+    return flatten_results(result) if target._schema.returns else []
 
 
 def flatten_results(result: Any) -> list[torch.Tensor | None]:
@@ -171,17 +177,29 @@ def flatten_results(result: Any) -> list[torch.Tensor | None]:
     return [result] if result is None or isinstance(result, torch.Tensor) else []
 
 
+UNDECLARED_WRITES = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+"""Arguments that an op writes in training although its schema does not say so (seen: torch 2.13)."""
+
+
 def written_values(op: Op) -> list[int]:
     """Values whose memory the op writes."""
+    overload = resolve(op.op)
+    undeclared = UNDECLARED_WRITES.get(op.op, ()) if _is_training(op) else ()
     written: list[int] = []
-    for parameter, arg in zip(resolve(op.op).parameters, op.args, strict=True):
-        if not parameter.written:
-            continue
-        if isinstance(arg, TensorArg):
-            written.append(arg.value)
-        elif isinstance(arg, TensorListArg):
-            written.extend(v for v in arg.values if v is not None)
+    for parameter, arg in zip(overload.parameters, op.args, strict=True):
+        if parameter.written or parameter.name in undeclared:
+            written.extend(used_values(arg))
     return written
+
+
+def _is_training(op: Op) -> bool:
+    return any(
+        p.name == "training" and a == Const(True) for p, a in zip(resolve(op.op).parameters, op.args, strict=True)
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

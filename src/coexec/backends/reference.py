@@ -1,4 +1,4 @@
-"""The reference interpreter: runs a segment op by op as it was recorded, in float32 (bit-equal to `replay`) and float64.
+"""The reference interpreter: runs a segment op by op as recorded, bit-equal to `replay`, and in float64.
 
 The float64 run is what results are measured against: random draws and integers are taken from the float32 run, so both
 follow the same path (README promise on numerics). Everything runs below autograd, as it was recorded.
@@ -14,6 +14,7 @@ import torch
 
 from coexec.backends.ops import Fed, Overload, call, decode, resolve, torch_dtype
 from coexec.backends.spec import Op, Publish, SegmentSpec, SpecError, Value
+from coexec.errors import CoexecError
 
 WIDE = {
     torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
@@ -23,7 +24,7 @@ WIDE = {
 """The dtype that stands for each floating-point dtype in the float64 run."""
 
 
-class NoWideRun(Exception):
+class NoWideRunError(CoexecError):
     """This segment cannot be run in float64; the message says why."""
 
 
@@ -61,7 +62,7 @@ def run_reference_pair(spec: SegmentSpec, inputs: Sequence[torch.Tensor]) -> tup
     """Run `spec` as recorded and, in lockstep, in float64; `inputs` are left alone.
 
     Raises:
-        NoWideRun: a float64 run means nothing here (memory reinterpreted as another dtype, an op without float64).
+        NoWideRunError: a float64 run means nothing here (memory reinterpreted as another dtype, an op without float64).
     """
     narrow, wide = Run(spec, copy_memory(spec, inputs)), Run(spec, widen_memory(spec, inputs), wide=True)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
@@ -114,7 +115,7 @@ class Run:
     def follow(self, out: Value, tensor: torch.Tensor, narrow: Run) -> torch.Tensor:
         """A result of the float64 run: integers become those of the float32 run, floats become float64."""
         if tuple(tensor.shape) != out.sizes:
-            raise NoWideRun(f"value {out.id} is its memory read as another dtype")
+            raise NoWideRunError(f"value {out.id} is its memory read as another dtype")
         if tensor.dtype not in WIDE:
             return tensor.copy_(narrow.tensors[out.id]) if _is_dense(tensor) else tensor
         return tensor if tensor.dtype == WIDE[tensor.dtype] else tensor.to(WIDE[tensor.dtype])
@@ -143,12 +144,12 @@ class Run:
         return self.inputs[value.input].item() if isinstance(value, Fed) else value
 
     def call(self, op: Op, overload: Overload, named: dict[str, Any]) -> list[torch.Tensor | None]:
-        """Run the op. NoWideRun if it fails in the float64 run only."""
+        """Run the op. NoWideRunError if it fails in the float64 run only."""
         try:
             return call(overload, named)
         except RuntimeError as error:
             if self.wide:
-                raise NoWideRun(f"{op.op} has no float64 run: {error}") from error
+                raise NoWideRunError(f"{op.op} has no float64 run: {error}") from error
             raise
 
     def bind(self, value: Value, tensor: torch.Tensor, origin: str) -> None:
@@ -179,7 +180,7 @@ def copy_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor]) -> list[torch
 
 
 def widen_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs over float64 copies of their memory. NoWideRun if two dtypes share memory."""
+    """The inputs over float64 copies of their memory. NoWideRunError if two dtypes share memory."""
     return _map_memory(spec, inputs, lambda flat: _widen(flat.clone()))
 
 
@@ -198,7 +199,7 @@ def _map_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor], mapping: Any)
 def _map_group(tensors: list[torch.Tensor], mapping: Any) -> list[torch.Tensor]:
     """Tensors of one storage over a mapped copy of the part of it that they touch."""
     if len({t.dtype for t in tensors}) > 1:
-        raise NoWideRun("two dtypes share memory")
+        raise NoWideRunError("two dtypes share memory")
     low = min(t.storage_offset() for t in tensors)
     high = max(t.storage_offset() + _span(t) for t in tensors)
     flat = torch.empty(0, dtype=tensors[0].dtype).set_(tensors[0].untyped_storage(), low, (high - low,), (1,))

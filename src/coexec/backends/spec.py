@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from coexec.errors import InternalError
+
 ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -31,7 +33,7 @@ content of every mutated input follows the ordinary outputs."""
 Scalar = bool | int | float | complex | str | None
 
 
-class SpecError(ValueError):
+class SpecError(InternalError):
     """A segment that breaks an invariant: a bug of whoever built it, never the user's mistake."""
 
 

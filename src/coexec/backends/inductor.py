@@ -1,0 +1,120 @@
+"""Inductor: a lowered segment becomes a shared library that C++ calls without the GIL (AOTInductor).
+
+The graph is already functional and decomposed, so AOTAutograd is skipped: Inductor's joint-graph passes and its inner
+compiler run on it directly, as they would on a graph of torch.compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor import config
+from torch._inductor.codecache import CppCodeCache  # noqa: F401  (initializes the code cache before V is used)
+from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, get_cpp_wrapper_config
+from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import BoxedBool
+from torch._inductor.virtualized import V
+from torch.fx import GraphModule
+
+from coexec.backends.lower import lower
+from coexec.backends.publish import check_generated_code, place_publishes, register_publish
+from coexec.backends.spec import SegmentSpec
+
+LOW_PRECISION = frozenset({"float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler left in its folder."""
+
+    library: Path  # the .so; the list of custom ops lies beside it under the same name with .json
+    code: str  # generated C++ of the wrapper, for checks and for people
+    seconds: float  # wall time of lowering and compilation
+    facts: dict[str, Any] = field(default_factory=dict)  # small JSON facts: node counts, places of publishes
+
+
+def options(spec: SegmentSpec, folder: Path) -> dict[str, Any]:
+    """Inductor's settings for this segment."""
+    low = any(v.dtype in LOW_PRECISION for v in spec.values().values())
+    return {
+        "cpp_wrapper": True,
+        "aot_inductor.output_path": str(folder / "segment.so"),
+        "fallback_random": True,  # eager's kernels draw: the same numbers, in program order
+        "emulate_precision_casts": low,  # eager rounds to bfloat16 after every op
+        "cpp.threads": spec.threads,
+        "post_grad_custom_post_pass": place_publishes,
+        "freezing": False,
+        "compile_threads": 1,
+    }
+
+
+def compile_segment(spec: SegmentSpec, folder: Path) -> Compiled:
+    """Compile `spec` into `folder`, which exists and is empty.
+
+    Raises:
+        NotLowerableError: an op cannot be compiled, with the reason.
+        PublishLostError: the generated code does not publish what the segment says.
+        Exception: whatever Inductor or the C++ compiler raises.
+    """
+    start = time.perf_counter()
+    register_publish()
+    with config.patch(options(spec, folder)):
+        graph = lower(spec, select_decomp_table())
+        nodes = len(graph.graph.nodes)
+        library = Path(_compile_graph(graph))
+    code = next(folder.glob("*.wrapper.cpp")).read_text()
+    places = check_generated_code(code, [p.channel for p in spec.publishes], _adopt_custom_ops(folder, library))
+    facts = {"nodes": nodes, "publish_places": places}
+    return Compiled(library, code, time.perf_counter() - start, facts)
+
+
+def _adopt_custom_ops(folder: Path, library: Path) -> dict[str, Any]:
+    """Put the list of custom ops where the loader looks for it, and return it."""
+    listing = next(folder.glob("*.wrapper.json"), None)
+    if listing is None:
+        return {}
+    shutil.copyfile(listing, library.with_suffix(".json"))
+    serialized: dict[str, Any] = json.loads(listing.read_text())
+    return serialized
+
+
+def _compile_graph(graph: GraphModule) -> str:
+    """Run Inductor on a functional graph over fake tensors; return the library's path."""
+    inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+    with _compiling(inputs[0].fake_mode if inputs else None):
+        graph = _recursive_joint_graph_passes(graph, input_device=torch.device("cpu"))
+        output = next(iter(reversed(graph.graph.nodes)))
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        artifact: Any = compile_fx_inner(
+            graph,
+            inputs,
+            static_input_idxs=(),
+            cudagraphs=BoxedBool(False),
+            is_inference=True,
+            boxed_forward_device_index=BoxedDeviceIndex(None),
+            cpp_wrapper=True,
+        )
+    return str(artifact.filename)
+
+
+@contextlib.contextmanager
+def _compiling(fake_mode: Any) -> Iterator[None]:
+    """The surroundings that Inductor's inner compiler expects in AOT mode."""
+    with (
+        torch.no_grad(),
+        config.patch(get_cpp_wrapper_config()),
+        V.set_aot_compilation(True),
+        V.set_fake_mode(fake_mode),
+        tracing(TracingContext(fake_mode)),
+    ):
+        yield

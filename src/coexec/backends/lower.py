@@ -1,0 +1,228 @@
+"""From a segment to one functional FX graph: no in-place ops, no views of written memory, Inductor's decompositions.
+
+The graph takes `spec.inputs` in order and returns `spec.outputs` (in mode ``functional`` followed by the new content of
+`spec.mutated`; in mode ``commit`` the graph ends in `copy_` into those inputs). A publish is a call of
+`coexec_lower::mark` where its value is computed; :mod:`coexec.backends.publish` turns it into the real op once the
+graph is optimized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coexec.backends.aliasing import Plan, plan_inputs
+from coexec.backends.draws import call_draw
+from coexec.backends.fed import NotLowerableError, call_fed, has_fed
+from coexec.backends.ops import call, decode, flatten_results, resolve, torch_dtype
+from coexec.backends.publish import mark
+from coexec.backends.spec import NumberInput, Op, Publish, SegmentSpec, TensorInput, Value, check_spec, used_values
+
+LOWERING_VERSION = 1
+"""Part of every key: raise it when the same segment lowers to other code."""
+
+aten = torch.ops.aten
+
+REFUSED = {
+    "resize_": "changes the size of its storage",
+    "set_": "replaces its storage",
+    "_local_scalar_dense": "its result is needed by Python",
+    "nonzero": "its size depends on data",
+    "masked_select": "its size depends on data",
+}
+"""Ops that no compiled segment may hold, by base name."""
+
+
+def _foreach_norm(named: dict[str, Any]) -> list[torch.Tensor | None]:
+    return [aten.linalg_vector_norm(t, named["ord"], dtype=named["dtype"]) for t in named["self"]]
+
+
+def _native_batch_norm(named: dict[str, Any]) -> list[torch.Tensor | None]:
+    """The schema hides that running statistics are written: functionalization would leave the write in the graph."""
+    if not named["training"] or named["running_mean"] is None:
+        return flatten_results(aten.native_batch_norm(*named.values()))
+    out, mean, rstd, *running = aten._native_batch_norm_legit_functional(*named.values())
+    named["running_mean"].copy_(running[0])
+    named["running_var"].copy_(running[1])
+    return [out, mean, rstd]
+
+
+SPELLED_OUT = {
+    "aten::_foreach_norm.Scalar": _foreach_norm,  # Inductor has only the kernel that eager runs
+    "aten::native_batch_norm": _native_batch_norm,
+}
+"""Ops that are lowered by a rule of ours instead of as they are."""
+
+NEEDED_BY_PYTHON = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""Tags of ops whose result Python waits for."""
+
+
+def lower(spec: SegmentSpec, decompositions: dict[Any, Any]) -> GraphModule:
+    """The segment as a functional graph over fake tensors (each node's `meta["val"]`).
+
+    Args:
+        spec: the segment; checked first.
+        decompositions: Inductor's table, see :func:`coexec.backends.inductor.compile_segment`.
+
+    Raises:
+        SpecError: the segment breaks an invariant.
+        NotLowerableError: an op cannot be in a compiled segment.
+    """
+    check_spec(spec)
+    _refuse(spec)
+    plan = plan_inputs(spec)
+    with FakeTensorMode() as mode:
+        inputs = [_fake_input(entry) for entry in spec.inputs]
+    with torch.no_grad(), mode:
+        graph = make_fx(_Lowering(spec, plan).run, decomposition_table=decompositions, tracing_mode="fake")(*inputs)
+    assert isinstance(graph, GraphModule)
+    return graph
+
+
+def _refuse(spec: SegmentSpec) -> None:
+    for op in spec.ops:
+        overload = resolve(op.op)
+        if overload.base in REFUSED:
+            raise NotLowerableError(op.op, REFUSED[overload.base])
+        if overload.base in ("index", "index_put", "index_put_"):
+            _refuse_masks(op, spec.values())
+        elif not NEEDED_BY_PYTHON.isdisjoint(overload.target.tags):
+            raise NotLowerableError(op.op, "its result's size or value is needed by Python")
+
+
+def _refuse_masks(op: Op, values: dict[int, Value]) -> None:
+    """An index by position has a static size; an index by mask has not."""
+    if any(values[v].dtype in ("bool", "uint8") for v in used_values(op.args[1])):
+        raise NotLowerableError(op.op, "its result's size depends on how many elements of a mask are set")
+
+
+def _fake_input(entry: TensorInput | NumberInput) -> torch.Tensor:
+    """A tensor as the artifact will see it: at the start of its own memory."""
+    if isinstance(entry, NumberInput):
+        return torch.empty((), dtype=torch_dtype(entry.dtype))
+    return torch.empty_strided(entry.value.sizes, entry.value.strides, dtype=torch_dtype(entry.value.dtype))
+
+
+class _Lowering:
+    """One pass over the ops on functional tensors. `run` is what make_fx traces."""
+
+    def __init__(self, spec: SegmentSpec, plan: Plan) -> None:
+        self.spec, self.plan = spec, plan
+        self.recorded = spec.values()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.storages_seen = {v.storage for v in spec.input_values()}
+        self.publishes: dict[int, list[Publish]] = {}
+        for publish in spec.publishes:
+            self.publishes.setdefault(publish.after_op, []).append(publish)
+
+    def run(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Interpret the segment; return outputs, then (mode functional) new contents."""
+        torch._enable_functionalization(reapply_views=True)
+        try:
+            self.functional = [torch._to_functional_tensor(t) for t in inputs]
+            self.bind_inputs()
+            self.interpret()
+            outputs = [_plain(self.tensors[v]) for v in self.spec.outputs]
+            contents = [_plain(self.tensors[self.spec.input_value(p).id]) for p in self.spec.mutated]
+            bases = {p: _plain(self.functional[p]) for p in self.plan.written_bases}
+        finally:
+            torch._disable_functionalization()
+        return self.finish(inputs, outputs, contents, bases)
+
+    def bind_inputs(self) -> None:
+        """Give every input its tensor; members of a written group become views of the group's base."""
+        for position, entry in enumerate(self.spec.inputs):
+            if isinstance(entry, TensorInput):
+                self.tensors[entry.value.id] = self.view_of_base(position, entry.value)
+
+    def view_of_base(self, position: int, value: Value) -> torch.Tensor:
+        base = self.plan.base_of.get(position, position)
+        if base == position:
+            return self.functional[position]
+        offset = value.offset - self.spec.input_value(base).offset
+        return self.functional[base].as_strided(value.sizes, value.strides, offset)
+
+    def interpret(self) -> None:
+        """Run the ops, marking publishes on the way."""
+        self.publish(-1)
+        for index, op in enumerate(self.spec.ops):
+            try:
+                results = self.call(op)
+            except NotLowerableError:
+                raise
+            except Exception as error:
+                raise NotLowerableError(op.op, f"tracing it failed: {type(error).__name__}: {error}") from error
+            for out, tensor in zip(op.outs, results, strict=True):
+                if out is not None:
+                    self.bind(op, out, tensor)
+            self.publish(index)
+
+    def call(self, op: Op) -> list[torch.Tensor | None]:
+        """Run one op on functional tensors."""
+        overload = resolve(op.op)
+        named = decode(op, self.tensors.__getitem__, lambda value: self.recorded[value].offset)
+        if has_fed(named):
+            return flatten_results(call_fed(op.op, overload, named, self.functional.__getitem__))
+        if overload.random:
+            return call_draw(op, overload, named)
+        if op.op in SPELLED_OUT:
+            return SPELLED_OUT[op.op](named)
+        return call(overload, named)
+
+    def bind(self, op: Op, out: Value, tensor: torch.Tensor | None) -> None:
+        """Let `tensor` stand for `out`, laid out as eager laid it out."""
+        dtype = torch_dtype(out.dtype)
+        if tensor is None or tuple(tensor.shape) != out.sizes or tensor.dtype != dtype:
+            got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+            raise NotLowerableError(op.op, f"recorded {out.dtype}{list(out.sizes)}, tracing gave {got}")
+        is_fresh = out.storage not in self.storages_seen
+        self.storages_seen.add(out.storage)
+        if is_fresh and not same_strides(out.sizes, tensor.stride(), out.strides):
+            # The kernel's layout is not the meta kernel's: later views count on the kernel's.
+            tensor = torch.empty_strided(out.sizes, out.strides, dtype=dtype).copy_(tensor)
+        self.tensors[out.id] = tensor
+
+    def publish(self, after_op: int) -> None:
+        for publish in self.publishes.get(after_op, ()):
+            mark(_plain(self.tensors[publish.value]), publish.channel)
+
+    def finish(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: list[torch.Tensor],
+        contents: list[torch.Tensor],
+        bases: dict[int, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Write or return the new contents, and keep results apart from inputs and from each other."""
+        results = outputs if self.spec.mode == "commit" else outputs + contents
+        recorded = [self.recorded[v] for v in self.spec.outputs]
+        recorded += [self.spec.input_value(p) for p in self.spec.mutated]
+        results = [_laid_out(t, v) for t, v in zip(results, recorded, strict=False)]
+        if self.spec.mode == "commit":
+            for position, content in bases.items():
+                if content is not inputs[position]:  # another input of a written storage, itself not written
+                    inputs[position].copy_(content)
+        return results
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a functional one holds now."""
+    torch._functionalize_sync(tensor)
+    return torch._from_functional_tensor(tensor)
+
+
+def _laid_out(tensor: torch.Tensor, value: Value) -> torch.Tensor:
+    """A copy of its own, in the geometry that the caller expects; the compiler removes a copy that changes nothing."""
+    if tensor.stride() == value.strides:
+        return tensor.clone(memory_format=torch.preserve_format)
+    return torch.empty_strided(value.sizes, value.strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def same_strides(sizes: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Both address the same elements: strides of dimensions of one element do not count."""
+    return all(n <= 1 or x == y for n, x, y in zip(sizes, a, b, strict=True))
