@@ -13,7 +13,10 @@ at::Tensor real_value(const at::Tensor& t) {
   auto* impl = t.unsafeGetTensorImpl();
   auto* r = record_of(*impl);
   if (!r) {
-    clear_stale_key(impl);
+    if (impl->has_storage())
+      await_pending_write(impl->unsafe_storage().unsafeGetStorageImpl());
+    if (!active_step()) // inside a step the key may still be wanted by other threads
+      clear_stale_key(impl);
     return t;
   }
   auto it = r->iteration;

@@ -188,6 +188,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("has_trace", &Step::has_trace)
       .def_readonly("path", &Step::path)
       .def_readwrite("paused", &Step::paused)
+      .def_property("native_code_fills", [](Step& s) { return s.recorder.native_code_fills; },
+                    [](Step& s, bool v) { s.recorder.native_code_fills = v; })
       .def_property_readonly("phase", [](Step& s) { return static_cast<int>(s.phase); });
   m.def("active_step", [] { return active_step(); }, py::return_value_policy::reference);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });

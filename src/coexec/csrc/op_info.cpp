@@ -101,11 +101,18 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->is_view = aliased && !writes;
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
   i->may_raise = checks_values(base);
+  static const std::unordered_set<std::string> allocating = {
+      "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"};
+  i->allocates = allocating.count(base) != 0;
+  // Output sizes that depend on values although no tag says so.
+  static const std::unordered_set<std::string> sized_by_values = {
+      "_pack_padded_sequence", "_pad_packed_sequence", "_ctc_loss", "segment_reduce", "_embedding_bag",
+      "_embedding_bag_forward_only", "to_padded_tensor"};
   static const std::unordered_set<std::string> resizing = {
       "set_", "resize_", "resize_as_", "_resize_output_", "set_data", "record_stream", "resize_as_sparse_",
       "_to_sparse", "sparse_resize_", "_pin_memory", "pin_memory", "swap_"};
   i->always_sync = !i->is_fetch &&
-      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) ||
+      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) ||
        op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
        s.is_vararg() || s.is_varret());
   // Writes into `out=` arguments may resize them.

@@ -36,6 +36,7 @@ struct OpInfo {
   bool is_fetch = false;
   bool is_view = false; // by schema: returns alias an argument, nothing is written
   bool random = false;
+  bool allocates = false; // returns uninitialized memory (aten::empty and its kin)
   bool may_raise = false; // the kernel checks values (an index, a factorization ...)
 };
 

@@ -1,5 +1,6 @@
 #include "placeholder.h"
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/flat_hash_map.h>
 #include "iteration.h"
 
 namespace coexec {
@@ -183,5 +184,47 @@ void fail(StorageRecord* r, const std::string& why) {
 void clear_stale_key(c10::TensorImpl* t) {
   auto ks = KeySetAccess::member();
   t->*ks = (t->*ks).remove(kKey);
+}
+
+void set_key(c10::TensorImpl* t) {
+  auto ks = KeySetAccess::member();
+  t->*ks = (t->*ks).add(kKey);
+}
+
+namespace {
+struct PendingWrites {
+  std::mutex m;
+  ska::flat_hash_map<const c10::StorageImpl*, std::pair<std::shared_ptr<Iteration>, int64_t>> by_storage;
+};
+PendingWrites& pending_writes() {
+  static auto* p = new PendingWrites();
+  return *p;
+}
+} // namespace
+
+void note_pending_write(const c10::StorageImpl* s, const std::shared_ptr<Iteration>& it, int64_t index) {
+  auto& p = pending_writes();
+  std::lock_guard<std::mutex> l(p.m);
+  p.by_storage[s] = {it, index};
+}
+
+void forget_pending_writes(const Iteration* it) {
+  auto& p = pending_writes();
+  std::lock_guard<std::mutex> l(p.m);
+  for (auto i = p.by_storage.begin(); i != p.by_storage.end();)
+    i = i->second.first.get() == it ? p.by_storage.erase(i) : ++i;
+}
+
+void await_pending_write(const c10::StorageImpl* s) {
+  auto& p = pending_writes();
+  std::pair<std::shared_ptr<Iteration>, int64_t> w;
+  {
+    std::lock_guard<std::mutex> l(p.m);
+    auto i = p.by_storage.find(s);
+    if (i == p.by_storage.end())
+      return;
+    w = i->second;
+  }
+  w.first->wait_done(w.second + 1, false);
 }
 } // namespace coexec

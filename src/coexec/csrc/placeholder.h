@@ -86,5 +86,12 @@ void resolve(StorageRecord* r, const c10::Storage& real);
 void fail(StorageRecord* r, const std::string& why);
 // Clears a key left on an ordinary tensor (a `.data =` copy made before its storage was resolved).
 void clear_stale_key(c10::TensorImpl* t);
+// An ordinary tensor with a write still to come: other threads are stopped by the key until the write is done.
+void set_key(c10::TensorImpl* t);
+
+// Writes to memory from outside that the GraphRunner still has to do, for readers that are not inside the step.
+void note_pending_write(const c10::StorageImpl* s, const std::shared_ptr<Iteration>& it, int64_t index);
+void forget_pending_writes(const Iteration* it);
+void await_pending_write(const c10::StorageImpl* s);
 
 } // namespace coexec

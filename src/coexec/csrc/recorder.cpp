@@ -104,6 +104,8 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
     t.kind = Kind::Fetch;
   else if (info->always_sync || !plain || special || (guarded && info->may_raise))
     t.kind = Kind::Sync;
+  else if (info->allocates && native_code_fills)
+    t.kind = Kind::Host;
   std::vector<c10::IValue> before(args.begin(), args.end());
   {
     c10::impl::ExcludeDispatchKeyGuard g(c10::DispatchKey::Fake);

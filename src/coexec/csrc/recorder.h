@@ -76,6 +76,8 @@ class Recorder {
   std::vector<TraceOp> ops;
   std::vector<TraceExternal> externals;
   bool complete = false;
+  // torch.distributed's native code fills fresh tensors through their pointers: they are real memory from the start.
+  bool native_code_fills = false;
 
  private:
   struct Known {

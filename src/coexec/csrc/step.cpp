@@ -59,7 +59,25 @@ void Step::begin(Phase p, std::vector<at::Tensor> step_arguments, int frame_leve
   c10::impl::tls_set_dispatch_key_included(kKey, true);
 }
 
+// The memory of an ordinary tensor will be written by the GraphRunner: readers in other threads must meet the key.
+void Step::key_until_written(const at::Tensor& t) {
+  if (t.key_set().has(kKey))
+    return;
+  set_key(t.unsafeGetTensorImpl());
+  keyed_.emplace_back(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(t.unsafeGetTensorImpl()));
+}
+
+void Step::drop_keys() {
+  for (auto& w : keyed_)
+    if (auto t = w.lock())
+      clear_stale_key(t.get());
+  keyed_.clear();
+}
+
 void Step::leave() {
+  drop_keys();
+  if (it_)
+    forget_pending_writes(it_.get());
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   active_step() = nullptr;
   phase = Phase::Off;
@@ -434,6 +452,8 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
     } else {
       auto* s = storage_of(*in_[w].tensor);
       external_writes_[s] = index;
+      note_pending_write(s, it_, index);
+      key_until_written(*in_[w].tensor);
       foreign_write |= is_foreign(s);
     }
   }
@@ -471,8 +491,13 @@ void Step::view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::D
   bool in_place = !n.outputs.empty() && n.outputs[0].same_arg >= 0 && n.info->handle->hasTag(at::Tag::inplace_view);
   advance(n);
   if (!r) { // metadata only, on real memory
+    bool pending = !in_.empty() && external_writes_.count(storage_of(*in_[0].tensor));
     it_->publish();
     run_now(op, ks, stack);
+    if (pending)
+      for (const auto& x : torch::jit::last(*stack, n.info->n_returns))
+        if (x.isTensor() && x.toTensor().defined())
+          key_until_written(x.toTensor());
     return;
   }
   if (in_place) { // t_(), squeeze_() ...: changes this very tensor's geometry, touches no memory
@@ -575,6 +600,8 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   graph.join_iteration();
   if (auto at = it_->failed_at(); at >= 0 && static_cast<size_t>(at) < path.size())
     path.resize(at); // ops from the failed one on never happened
+  drop_keys();
+  forget_pending_writes(it_.get());
   to_recorder();
   phase = Phase::Trace;
   has_trace = true;

@@ -88,6 +88,8 @@ class Step {
   void fall_back(const std::string& reason, const std::string& op, uint64_t location);
   void to_recorder();
   void leave();
+  void key_until_written(const at::Tensor& t);
+  void drop_keys();
   void complete_iteration();
   void settle();
 
@@ -99,6 +101,7 @@ class Step {
   Node* current_ = nullptr;
   std::vector<int64_t> log_index_; // per node, in this iteration
   c10::SmallVector<In, 8> in_; // of the op at hand
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed_; // ordinary tensors that carry the key for now
   ska::flat_hash_map<c10::StorageImpl*, int64_t> external_writes_; // last log index that wrote memory from outside
 };
 

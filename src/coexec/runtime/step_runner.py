@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,12 @@ from coexec.runtime.stats import Counters, StepStats
 
 MAX_NODES = 200_000
 """A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
+
+
+def distributed_is_initialized() -> bool:
+    """Returns whether a process group exists; importing torch.distributed for the question would be slow."""
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 class StepRunner:
@@ -96,6 +103,7 @@ class StepRunner:
             return False
         if self._native is None:
             self._native = new_step(module)
+            self._native.native_code_fills = distributed_is_initialized()
         self._owner = threading.get_ident()
         if phase is Phase.CO_EXECUTION:
             self._started_s = time.perf_counter()
