@@ -22,7 +22,7 @@ from tests.subgraphs.samples import *
 """
 
 
-def start(code: str, *arguments: object, user: int | None = None, before: str = "") -> subprocess.Popen[str]:
+def start(code: str, *arguments: object, before: str = "") -> subprocess.Popen[str]:
     """Start `code` with `sys.argv[1:] == arguments`; `before` runs ahead of all imports of coexec."""
     program = textwrap.dedent(before) + PRELUDE + textwrap.dedent(code)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -31,14 +31,13 @@ def start(code: str, *arguments: object, user: int | None = None, before: str = 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        user=user,
         env=environment,
     )
 
 
-def run(code: str, *arguments: object, user: int | None = None, before: str = "") -> str:
+def run(code: str, *arguments: object, before: str = "") -> str:
     """Run `code` to its end; returns stdout. A failure shows the child's stderr."""
-    child = start(code, *arguments, user=user, before=before)
+    child = start(code, *arguments, before=before)
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     return out

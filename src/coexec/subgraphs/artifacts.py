@@ -61,7 +61,8 @@ class ArtifactFolder:
 
     def _publish(self, temporary: Path, digest: str) -> None:
         final = self.path(digest)
-        final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._files.mkdir(mode=0o700, exist_ok=True)  # on its own: parents made on the way would not get the mode
+        final.parent.mkdir(mode=0o700, exist_ok=True)
         if self.holds(digest):
             os.utime(final)  # looks new to `prune`, which spares what a running writer is about to refer to
         else:

@@ -52,10 +52,14 @@ def store_error(error: Exception, location: StoreLocation) -> StoreError:
     if isinstance(error, StoreError):
         return error
     reason = _reason(error)
-    where = location.sqlite_file or make_url(location.url).render_as_string(hide_password=True)
+    where = getattr(error, "filename", None) or location.sqlite_file or _masked(location.url)
     cause = getattr(error, "orig", None) or error
     first_line = next(iter(str(cause).splitlines()), type(cause).__name__)
     return StoreError(reason, f"{where}: {first_line}; {_ADVICE[reason]}")
+
+
+def _masked(url: str) -> str:
+    return make_url(url).render_as_string(hide_password=True)
 
 
 def _reason(error: Exception) -> str:

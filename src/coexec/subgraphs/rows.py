@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Table, and_, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from coexec.subgraphs import tables
@@ -23,7 +24,19 @@ DAY_S = 86400.0
 
 
 def insert_new(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    """Insert unless the primary key exists, on any dialect; returns whether the row is new."""
+    """Insert unless the primary key exists; returns whether the row is new."""
+    dialect = _INSERTS.get(connection.dialect.name)
+    if dialect is None:
+        return _insert_in_savepoint(connection, table, values)
+    statement = dialect(table).values(**values).on_conflict_do_nothing(index_elements=list(table.primary_key.columns))
+    return connection.execute(statement).rowcount == 1
+
+
+_INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
+
+def _insert_in_savepoint(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
+    """For other dialects. Not for SQLite: a full disk ends its transaction, and the savepoint's own error hides that."""
     try:
         with connection.begin_nested():
             connection.execute(insert(table).values(**values))

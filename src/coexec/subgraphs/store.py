@@ -38,6 +38,7 @@ from coexec.subgraphs.entries import (
 )
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.errors import StoreError, TrustError
+from coexec.subgraphs.faults import store_error
 from coexec.subgraphs.health import Health, log
 from coexec.subgraphs.key import SubgraphKey, digest_of_text
 from coexec.subgraphs.location import StoreLocation, current_location
@@ -240,6 +241,10 @@ class Store:
             return nothing
         except TrustError as error:
             self._count_fault("untrusted", error)
+            return nothing
+        except OSError as error:  # of the artifact files; the database's own come as StoreError
+            fault = store_error(error, self.location)
+            self._count_fault(fault.reason, fault)
             return nothing
         except Exception as error:
             if self._strict:
