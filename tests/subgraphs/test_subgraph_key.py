@@ -293,8 +293,11 @@ def test_very_many_symbols_still_make_a_short_shape_class() -> None:
 
 def test_a_graph_that_holds_an_object_without_identity_is_refused() -> None:
     graph = torch.fx.Graph()
-    graph.output((graph.call_function(torch.ops.aten.rand.generator, ([2],), {"generator": torch.Generator()}),))
+    graph.output((graph.call_function(torch.ops.aten.rand.generator, ([2],), {"generator": None}),))
     module = torch.fx.GraphModule(nn.Module(), graph)
+    module.graph.find_nodes(op="call_function", target=torch.ops.aten.rand.generator)[0].kwargs = {
+        "generator": torch.Generator()
+    }
     with pytest.raises(UnkeyableGraphError, match="Generator"):
         key_of_graph(module, [], mode=PLAIN)
 

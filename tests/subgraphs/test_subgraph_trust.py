@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import json
 import os
 import sqlite3
 import stat
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from coexec.subgraphs import rows
+from coexec.subgraphs.entries import ArtifactRef, Decision
 from coexec.subgraphs.errors import TrustError
 from coexec.subgraphs.location import StoreLocation, private_location
 from coexec.subgraphs.store import Store
@@ -187,22 +190,12 @@ def tamper(store: Store, statement: str, *values: object) -> None:
 
 def reseal(store: Store) -> None:
     """An attacker can compute checksums: make all of them match again."""
-    from coexec.subgraphs import rows
-
     for row in store._open()[0].read(rows.decision_rows):
-        statement = rows.decision_of.__globals__["Decision"]
-        fields = {
-            name: getattr(row, name) for name in ("subgraph", "environment", "backend", "shape_class", "constants")
-        }
-        refs = tuple(rows.ArtifactRef(*ref) for ref in rows.json.loads(row.artifacts))
-        forged = statement(
-            **fields,
-            options=rows.json.loads(row.options),
-            artifacts=refs,
-            speedup=row.speedup,
-            reason=row.reason,
-            decided_s=row.decided_s,
-        )
+        fields = row._asdict()
+        refs = tuple(ArtifactRef(*ref) for ref in json.loads(fields.pop("artifacts")))
+        options = json.loads(fields.pop("options"))
+        names = ("subgraph", "environment", "backend", "shape_class", "constants", "speedup", "reason", "decided_s")
+        forged = Decision(**{name: fields[name] for name in names}, options=options, artifacts=refs)
         tamper(store, "UPDATE coexec_decision SET checksum = ? WHERE subgraph = ?", forged.checksum(), row.subgraph)
 
 

@@ -36,7 +36,7 @@ _INSERTS: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.in
 
 
 def _insert_in_savepoint(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:
-    """For other dialects. Not for SQLite: a full disk ends its transaction, and the savepoint's own error hides that."""
+    """For other dialects. Not for SQLite: a full disk ends its transaction, and the savepoint's error hides that."""
     try:
         with connection.begin_nested():
             connection.execute(insert(table).values(**values))
