@@ -6,7 +6,7 @@ follow the same path (README promise on numerics). Everything runs below autogra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ WIDE = {
     torch.complex128: torch.complex128,
 }  # fmt: skip
 """The dtype that stands for each floating-point dtype in the float64 run."""
+
+
+Mapping = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NoWideRunError(CoexecError):
@@ -176,15 +179,20 @@ class Run:
 
 def copy_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inputs over copies of their memory; those that share memory still do."""
-    return _map_memory(spec, inputs, lambda flat: flat.clone())
+    return map_memory(spec, inputs, lambda flat: flat.clone())
 
 
 def widen_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The inputs over float64 copies of their memory. NoWideRunError if two dtypes share memory."""
-    return _map_memory(spec, inputs, lambda flat: _widen(flat.clone()))
+    return map_memory(spec, inputs, lambda flat: _widen(flat.clone()))
 
 
-def _map_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor], mapping: Any) -> list[torch.Tensor]:
+def map_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor], mapping: Mapping) -> list[torch.Tensor]:
+    """The inputs over new memory, which `mapping` makes of the old; those that share memory still do.
+
+    Raises:
+        NoWideRunError: two dtypes share memory, so there is no one tensor to map.
+    """
     groups: dict[int, list[int]] = {}
     for position, entry in enumerate(spec.inputs):
         if (value := getattr(entry, "value", None)) is not None:
@@ -196,7 +204,7 @@ def _map_memory(spec: SegmentSpec, inputs: Sequence[torch.Tensor], mapping: Any)
     return mapped
 
 
-def _map_group(tensors: list[torch.Tensor], mapping: Any) -> list[torch.Tensor]:
+def _map_group(tensors: list[torch.Tensor], mapping: Mapping) -> list[torch.Tensor]:
     """Tensors of one storage over a mapped copy of the part of it that they touch."""
     if len({t.dtype for t in tensors}) > 1:
         raise NoWideRunError("two dtypes share memory")

@@ -1,0 +1,149 @@
+"""The compile child: reads one job per line on stdin, compiles, checks and stores it, answers one line.
+
+Started by :mod:`coexec.backends.worker` as `python -m coexec.backends.worker_main`. A job is
+`{"job": 3, "spec": path, "snapshot": path | null, "timed": bool}`, an answer `{"job": 3, "key": ..., "failure": null |
+{"kind", "reason"}, "report": {...} | null}`. Answers go to the pipe that was stdout; whatever compilers print goes to
+stderr. The child ends, with its compilers, when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+PR_SET_PDEATHSIG = 1
+PARENT_POLL_S = 0.5
+REASON_CHARS = 2000
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve jobs until stdin ends or the parent is gone."""
+    parser = argparse.ArgumentParser(description="Compiles segments for one coexec process.")
+    parser.add_argument("--parent", type=int, required=True, help="process to serve: the child ends with it")
+    parser.add_argument("--die-with-thread", action="store_true", help="let the kernel tell when the parent ends")
+    parser.add_argument("--memory-bytes", type=int, default=0, help="limit of private memory; 0: none")
+    options = parser.parse_args(arguments)
+    _follow_parent(options.parent, options.die_with_thread)
+    if options.memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (options.memory_bytes, options.memory_bytes))
+    answers = _take_stdout()
+    _prepare_torch()
+    for line in sys.stdin:
+        answers.write(json.dumps(_serve(json.loads(line))) + "\n")
+        answers.flush()
+        gc.collect()
+    return 0
+
+
+def _follow_parent(parent: int, die_with_thread: bool) -> None:
+    """End, and end the compilers of our process group, when the parent ends, even if it is killed.
+
+    The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main
+    thread; the watching thread covers the rest.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: _end_group())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    if die_with_thread:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    _end_group()
+
+
+def _end_group() -> None:
+    if os.getpgrp() == os.getpid():  # we lead the group: only we and our compilers are in it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _take_stdout() -> TextIO:
+    """Keep stdout's pipe for answers and send everything that is printed to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def _prepare_torch() -> None:
+    """One thread, and Inductor's own caches in our private folder instead of a shared temporary one."""
+    import torch
+
+    from coexec.config import private_cache_dir
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_cache_dir("inductor"))
+    torch.set_num_threads(1)
+
+
+def _serve(job: dict[str, Any]) -> dict[str, Any]:
+    """Compile, check and store one segment. Every error is an answer."""
+    from coexec.backends.cache import ArtifactCache
+    from coexec.backends.key import artifact_key, key_text
+    from coexec.backends.spec_json import loads
+
+    try:
+        spec = loads(Path(job["spec"]).read_text())
+        key, text = artifact_key(spec), key_text(spec)
+        answer = _compile_and_store(job, spec, key, text, ArtifactCache())
+    except Exception as error:
+        return {"job": job["job"], "key": "", "failure": _failure("compile error", error), "report": None}
+    return {"job": job["job"], "key": key, **answer}
+
+
+def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cache: Any) -> dict[str, Any]:
+    from coexec.backends.fed import NotLowerableError
+    from coexec.backends.inductor import compile_segment
+    from coexec.config import private_cache_dir
+
+    with tempfile.TemporaryDirectory(prefix="job-", dir=private_cache_dir("compile")) as scratch:
+        try:
+            compiled = compile_segment(spec, Path(scratch))
+        except NotLowerableError as error:
+            return _refuse(cache, key, text, {"kind": "not lowerable", "reason": str(error)})
+        except Exception as error:
+            return _refuse(cache, key, text, _failure("compile error", error))
+        report = _check(job, spec, compiled.library)
+        if report is not None and not report["accepted"]:
+            return _refuse(cache, key, text, {"kind": "wrong", "reason": "; ".join(report["problems"][:5])}, report)
+        meta = {"verified": report is not None, "report": report, "compile_s": compiled.seconds, **compiled.facts}
+        cache.put(key, text, compiled.library, meta)
+    return {"failure": None, "report": report}
+
+
+def _check(job: dict[str, Any], spec: Any, library: Path) -> dict[str, Any] | None:
+    """Verify on the snapshot, if there is one."""
+    if job.get("snapshot") is None:
+        return None
+    from coexec.backends.snapshot import read_snapshot
+    from coexec.backends.verify import verify
+
+    inputs, generator_state = read_snapshot(Path(job["snapshot"]))
+    return verify(spec, library, inputs, generator_state, timed=bool(job.get("timed", True))).to_json()
+
+
+def _refuse(cache: Any, key: str, text: str, failure: dict[str, str], report: Any = None) -> dict[str, Any]:
+    cache.put_failure(key, text, failure["kind"], failure["reason"], {"report": report} if report else None)
+    return {"failure": failure, "report": report}
+
+
+def _failure(kind: str, error: Exception) -> dict[str, str]:
+    return {"kind": kind, "reason": f"{type(error).__name__}: {error}"[:REASON_CHARS]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
