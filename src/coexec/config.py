@@ -101,6 +101,9 @@ class Settings:
     quiet: bool = _declare(False, "1 leaves out the line that says the native core is being built", env="COEXEC_QUIET")
 
 
+_DISABLE = next(field for field in dataclasses.fields(Settings) if field.name == "disable")
+
+
 def make_options(**given: Any) -> Options:
     """Returns validated options.
 
@@ -142,8 +145,8 @@ def settings() -> Settings:
 
 
 def disabled() -> bool:
-    """Returns whether COEXEC_DISABLE turns everything off."""
-    return settings().disable
+    """Returns whether COEXEC_DISABLE turns everything off. Asked at each call of a step, so only this one is read."""
+    return bool(_from_environment(_DISABLE))
 
 
 def debug_level() -> int:

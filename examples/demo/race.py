@@ -1,0 +1,181 @@
+"""Trains one program in all variants: each alone until it is warm, then by turns, so that times can be compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from examples.demo import variants
+from examples.demo.variants import Runner, Unavailable
+
+WARMUP_STEPS = 60
+SETTLE_STEPS = 20  # after background compilation has finished, so that its result is adopted
+COMPILE_TIMEOUT_S = 150.0
+# A turn is a few steps of one variant. Its first step is not counted: it wakes threads and fills caches that the
+# other variants' turns have put to sleep and emptied.
+TURN_STEPS = 5
+FAST_FACTOR = 1.2  # a warm-up step is "fast" within this factor of the variant's final median ...
+FAST_RUN = 3  # ... if this many steps in a row are
+
+
+@runtime_checkable
+class CoexecStep(Protocol):
+    """What a step decorated with coexec offers beside being called."""
+
+    def stats(self) -> Any: ...
+    def explain(self) -> str: ...
+    def wait_compiled(self, timeout_s: float) -> bool: ...
+
+
+@dataclass
+class Lane:
+    """One variant's run: what was measured, or why there is nothing."""
+
+    variant: str
+    runner: Runner | None = None
+    problem: str = ""  # why the variant is not running (any more)
+    losses: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  # of every step, the warm-up included
+    ended_s: list[float] = field(default_factory=list)  # of every warm-up step: when it ended, from the first call
+    paired_s: list[float] = field(default_factory=list)  # of the counted steps of the turns
+    stats: Any = None  # coexec's CoExecutable.stats()
+    explanation: str = ""
+
+    @property
+    def median_s(self) -> float | None:
+        """Median duration of a step in the turns, or None if there were none."""
+        return median(self.paired_s) if self.paired_s else None
+
+    def fail(self, problem: str) -> None:
+        """Ends the lane: what was measured so far stays."""
+        self.problem, self.runner = problem, None
+
+    def run(self, steps: int, started_s: float | None = None, counted: bool = False) -> None:
+        """Runs `steps` steps. An exception ends the lane, not the demo.
+
+        Args:
+            started_s: when the warm-up began, or None if this is not the warm-up.
+            counted: the steps are a turn, whose steps but the first are kept for the median.
+        """
+        for index in range(steps):
+            if self.runner is None:
+                return
+            try:
+                loss, duration_s = self.runner.run_step(time.perf_counter)
+            except Exception as error:
+                return self.fail(f"step {len(self.losses) + 1}: {one_line(error)}")
+            self.losses.append(loss)
+            self.times_s.append(duration_s)
+            if started_s is not None:
+                self.ended_s.append(time.perf_counter() - started_s)
+            if counted and index > 0:
+                self.paired_s.append(duration_s)
+
+    def first_fast_s(self) -> float | None:
+        """Seconds from the first call to the end of the first step that is as fast as the variant gets, or None."""
+        if self.median_s is None:
+            return None
+        limit_s = FAST_FACTOR * self.median_s
+        fast = [duration_s <= limit_s for duration_s in self.times_s[: len(self.ended_s)]]
+        for index in range(len(fast) - FAST_RUN + 1):
+            if all(fast[index : index + FAST_RUN]):
+                return self.ended_s[index]
+        return None
+
+    def parameter_distance(self, reference: Lane) -> float | None:
+        """How far the parameters are from `reference`'s, as a share of the way that training moved those."""
+        if self.runner is None or reference.runner is None:
+            return None
+        ours = torch.cat([p.detach().flatten().double() for p in self.runner.model.parameters()])
+        theirs = torch.cat([p.detach().flatten().double() for p in reference.runner.model.parameters()])
+        start = torch.cat([p.flatten().double() for p in reference.runner.initial])
+        return float((ours - theirs).norm() / (theirs - start).norm())
+
+
+@dataclass
+class Race:
+    """All lanes of one program."""
+
+    program: str
+    lanes: list[Lane]
+    steps: int
+
+
+def run_race(program: str, names: list[str], steps: int, on_progress: Callable[[str, int], None]) -> Race:
+    """Trains `program` for `steps` steps in each of the variants `names`.
+
+    Args:
+        on_progress: called with what is going on and how many steps (of all lanes together) have been done since
+            the last call.
+    """
+    lanes = [open_lane(program, name) for name in names]
+    for lane in lanes:
+        warm_up(lane, on_progress)
+    take_turns(lanes, steps - WARMUP_STEPS - SETTLE_STEPS, on_progress)
+    for lane in lanes:
+        read_stats(lane)
+    return Race(program, lanes, steps)
+
+
+def open_lane(program: str, name: str) -> Lane:
+    """Builds one variant; a variant that cannot be built is a lane that says why."""
+    try:
+        return Lane(name, variants.make_runner(program, name))
+    except Unavailable as error:
+        return Lane(name, problem=f"not available: {error}")
+    except Exception as error:
+        return Lane(name, problem=one_line(error))
+
+
+def one_line(error: Exception) -> str:
+    """Returns an exception's type and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def warm_up(lane: Lane, on_progress: Callable[[str, int], None]) -> None:
+    """Runs one lane alone; background compilation, if it has any, is waited for."""
+    started_s = time.perf_counter()
+    for _ in range(WARMUP_STEPS):
+        on_progress(f"{lane.variant}: warming up", 0)
+        lane.run(1, started_s)
+        on_progress(f"{lane.variant}: warming up", 1)
+    on_progress(f"{lane.variant}: waiting for the compiler", 0)
+    wait_for_compiler(lane)
+    for _ in range(SETTLE_STEPS):
+        lane.run(1, started_s)
+        on_progress(f"{lane.variant}: settling", 1)
+
+
+def wait_for_compiler(lane: Lane) -> None:
+    """Waits until coexec's background compilation has finished; the other variants have none."""
+    step: Any = lane.runner.step if lane.runner else None
+    if isinstance(step, CoexecStep):
+        try:
+            step.wait_compiled(COMPILE_TIMEOUT_S)
+        except Exception as error:
+            lane.fail(f"wait_compiled(): {one_line(error)}")
+
+
+def take_turns(lanes: list[Lane], steps: int, on_progress: Callable[[str, int], None]) -> None:
+    """Runs `steps` steps of every lane in short turns; who begins changes from round to round."""
+    rounds = [TURN_STEPS] * (steps // TURN_STEPS) + ([steps % TURN_STEPS] if steps % TURN_STEPS else [])
+    for number, length in enumerate(rounds):
+        first = number % len(lanes)
+        for lane in lanes[first:] + lanes[:first]:
+            lane.run(length, counted=True)
+            on_progress("by turns", length)
+
+
+def read_stats(lane: Lane) -> None:
+    """Keeps what coexec says about itself, if the lane is one of coexec's."""
+    step: Any = lane.runner.step if lane.runner else None
+    if isinstance(step, CoexecStep):
+        try:
+            lane.stats, lane.explanation = step.stats(), step.explain()
+        except Exception as error:
+            lane.fail(f"stats(): {one_line(error)}")
