@@ -20,7 +20,7 @@ class Line:
     location: int
     reads: tuple[int, ...]  # how many values back, 0 is the latest; beyond the first: an external
     kind: OpKind = OpKind.COMPUTE
-    writes: bool = False  # its first input, which its output then aliases
+    writes: bool = False  # its first input, which its output then aliases; a VIEW only aliases
     varying: bool = False  # its number differs between runs
     static: str = ""
 
@@ -89,7 +89,8 @@ class Run:
         ordinal = self.met[line.location] = self.met.get(line.location, -1) + 1
         inputs = tuple(self.value(back) for back in line.reads)
         outputs = 0 if line.kind in (OpKind.FETCH, OpKind.BARRIER) else 1
-        writes = (0,) if line.writes and inputs else ()
+        shares = (line.writes or line.kind == OpKind.VIEW) and bool(inputs)
+        writes = (0,) if shares and line.kind not in (OpKind.VIEW, OpKind.FETCH) else ()
         number = self.draw.random() if line.varying else 0.5
         self.ops.append(
             OpRecord(
@@ -102,7 +103,7 @@ class Run:
                 inputs=inputs,
                 n_outputs=outputs,
                 writes=writes,
-                aliases=((0,) if writes else (-1,)) if outputs else (),
+                aliases=((0,) if shares else (-1,)) if outputs else (),
             )
         )
         if outputs:

@@ -12,7 +12,7 @@ from coexec.errors import InternalError
 from coexec.graph.check import check_graph
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import END, EXTERNAL_VALUE, MAX_PATHS, START, TraceGraph, node_key
-from coexec.records import EXTERNAL, OpKind, Trace, ValueRef
+from coexec.records import EXTERNAL, OpKind, OpRecord, Trace, ValueRef
 from coexec.trace.check import check_trace
 from tests.graph.oracle import NaiveGraph, trie_size
 from tests.graph.programs import TRACES, chain, cut_short, op, trace
@@ -245,11 +245,24 @@ def test_a_prefix_that_goes_back_is_our_bug() -> None:
         merge(graph, trace(dataclasses.replace(op(20, -1), node=3), dataclasses.replace(op(10, -1), node=2)))
 
 
+def validated(location: int, node: int) -> OpRecord:
+    """Returns what the runner reports of an op that it matched before the fallback: neither inputs nor numbers."""
+    return dataclasses.replace(op(location), numbers=(), static=(), node=node)
+
+
 def test_a_missing_edge_of_a_prefix_is_added() -> None:
-    graph = graph_of(chain(10, 20, 30))
-    result = merge(graph, trace(dataclasses.replace(op(10, -1), node=2), dataclasses.replace(op(30, 0), node=4)))
-    assert result.new_edges == ((2, 4),)
+    graph = graph_of(trace(op(10, -1), op(20, -1), op(30, 0)))
+    result = merge(graph, trace(validated(10, 2), validated(30, 4), op(40, 1)))
+    assert result.new_edges == ((2, 4), (4, 5), (5, END))
+    assert result.new_inputs == ((5, 0, (4, 0)),)
     check_graph(graph)
+
+
+def test_a_prefix_teaches_nothing_about_inputs_and_numbers() -> None:
+    graph = graph_of(trace(op(10, -1, number=0.1), op(20, 0)))
+    assert merge(graph, trace(validated(10, 2), op(20, 0))).covered
+    assert graph.nodes[2].fed == set()
+    assert graph.nodes[2].numbers == (0.1,)
 
 
 def test_visits_count_traces() -> None:

@@ -24,6 +24,7 @@ GOOD = trace(op(10, -1), op(20, 0), op(30, 1, 0))
         (1, {"inputs": (ValueRef(-2, 0),)}, "does not exist there"),
         (2, {"writes": (2,)}, "writes inputs (2,), but has 2"),
         (2, {"writes": (0, 0)}, "writes inputs (0, 0)"),
+        (2, {"writes": (0,), "kind": OpKind.VIEW}, "is a VIEW and writes inputs (0,)"),
         (2, {"aliases": (0, 1)}, "has 2 aliases for 1 outputs"),
         (2, {"aliases": (2,)}, "aliases inputs (2,)"),
         (2, {"uid": 10}, "has the uid 0xa of op 0"),

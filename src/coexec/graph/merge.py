@@ -76,7 +76,7 @@ class _Merger:
         for index, op in enumerate(self.trace.ops):
             node = self._node_of(index, op)
             self._take_edge(node)
-            if op.node < 0:  # the runner validated a prefix op against the node, and hands out nothing else of it
+            if op.node < 0:  # of a prefix op the runner, which validated it against the node, reports no more
                 self._merge_inputs(node, op.inputs)
                 if op.numbers:
                     self._merge_numbers(node, op)

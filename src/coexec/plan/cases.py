@@ -31,7 +31,7 @@ class SwitchCase:
     """The blocks of one level, of which a path runs at most one."""
 
     level: int  # position in `Plan.switch_cases`
-    cases: tuple[BasicBlock, ...]  # by id
+    cases: tuple[BasicBlock, ...]  # in the order of discovery
     may_skip: bool  # some edge jumps over the level: the no-op is a case too
 
     @property
@@ -63,7 +63,10 @@ def assign_cases(graph: TraceGraph) -> Plan:
     for block in blocks:
         by_level[level_of[block.id]].append(block)
     skipped = _skipped_levels(graph, len(by_level), block_of, level_of)
-    switch_cases = (SwitchCase(level, tuple(cases), skipped[level]) for level, cases in enumerate(by_level))
+    switch_cases = (
+        SwitchCase(level, tuple(sorted(cases, key=lambda block: block.nodes[0])), skipped[level])
+        for level, cases in enumerate(by_level)
+    )
     return Plan(tuple(switch_cases), blocks, block_of, level_of)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from coexec.errors import InternalError
 from coexec.graph.tracegraph import Node
 from coexec.plan.memory import PYTHON_RUNS
 from coexec.records import OpKind
@@ -28,6 +29,10 @@ class Limits:
     near_ops: int = 8  # work that is too little to be worth a segment of its own beside a commit or a feed
     far_ops: int = 64  # work that is worth a segment of its own
     min_ops: int = 4  # a segment with fewer is not worth compiling
+
+    def __post_init__(self) -> None:
+        if self.far_ops < self.near_ops:  # a commit would end where the same number of ops makes it begin, for ever
+            raise InternalError(f"Limits need far_ops >= near_ops, got {self.far_ops} < {self.near_ops}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from coexec.errors import InternalError
 from coexec.graph.tracegraph import TraceGraph
 from coexec.plan.cases import NO_BLOCK, BasicBlock, Plan
 from coexec.plan.memory import external_writes, needs_python
-from coexec.plan.rules import BlockFacts, Kind, Limits, OpenSegment, distances, first_cut
+from coexec.plan.rules import RULES, BlockFacts, Kind, Limits, OpenSegment, distances, first_cut
 from coexec.records import OpKind
 
 BytesOf = Callable[[int, int], int]
@@ -78,12 +79,17 @@ def _stretches(facts: BlockFacts, limits: Limits) -> Iterator[tuple[Kind, int, i
     """Yields (kind, start, stop) of the segments of one block, as the rules cut it."""
     segment = OpenSegment("functional", 0)
     for index in range(len(facts.nodes)):
-        while (cut := first_cut(facts, segment, index, limits)) is not None:
+        for _ in RULES:
+            cut = first_cut(facts, segment, index, limits)
+            if cut is None:
+                break
             if cut.start > segment.start:
                 yield segment.kind, segment.start, cut.start
             segment = OpenSegment(cut.kind, cut.start)
             for moved in range(cut.start, index):
                 segment.add(facts, moved)
+        else:
+            raise InternalError(f"The rules cut for ever at node {facts.nodes[index].id}: {cut} under {limits}.")
         segment.add(facts, index)
     yield segment.kind, segment.start, len(facts.nodes)
 

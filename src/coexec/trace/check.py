@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coexec.errors import InternalError
-from coexec.records import EXTERNAL, OpRecord, Trace, ValueRef
+from coexec.records import EXTERNAL, OpKind, OpRecord, Trace, ValueRef
 
 
 def check_trace(trace: Trace) -> None:
@@ -19,7 +19,7 @@ def find_problems(trace: Trace) -> Iterator[str]:
 
     Invariants:
     1. an input is an output of an earlier op, or an existing external;
-    2. `writes` are positions in `inputs`, each at most once;
+    2. `writes` are positions in `inputs`, each at most once; a VIEW or a FETCH writes nothing;
     3. `aliases` is empty or has one entry per output: a position in `inputs`, or -1;
     4. a uid occurs at most once: it contains the occurrence ordinal within the iteration;
     5. matched ops (`node` >= 0) come first: only a validated prefix is matched before the merge.
@@ -44,6 +44,8 @@ def _op_problems(trace: Trace, index: int, op: OpRecord) -> Iterator[str]:
     positions = range(len(op.inputs))
     if any(position not in positions for position in op.writes) or len(set(op.writes)) != len(op.writes):
         yield f"writes inputs {op.writes}, but has {len(op.inputs)}"
+    if op.writes and op.kind in (OpKind.VIEW, OpKind.FETCH):
+        yield f"is a {op.kind.name} and writes inputs {op.writes}"
     if op.aliases and len(op.aliases) != op.n_outputs:
         yield f"has {len(op.aliases)} aliases for {op.n_outputs} outputs"
     if any(position != -1 and position not in positions for position in op.aliases):
