@@ -71,7 +71,7 @@ def slow_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 
 def run_builder(sources: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "coexec.intercept.build", "--sources", str(sources), "--parent", str(os.getpid())]
+    command = [sys.executable, "-m", "coexec.intercept", "--sources", str(sources), "--parent", str(os.getpid())]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, process_group=0)
 
 
@@ -260,6 +260,20 @@ def test_builder_gives_up_when_asked(sources: Path, slow_compiler: Callable[[flo
     calls = slow_compiler(60)
     with pytest.raises(errors.NativeBuildError, match="given up"):
         native.build(verbose=False, sources=sources, should_stop=calls.exists)
+
+
+def test_sources_edited_during_the_build_are_not_published(
+    sources: Path, slow_compiler: Callable[[float], Path]
+) -> None:
+    calls = slow_compiler(0.3)
+
+    def edit_once() -> bool:
+        if calls.exists():
+            (sources / "late.h").touch()
+        return False
+
+    with pytest.raises(errors.NativeBuildError, match="changed during the build"):
+        native.build(verbose=False, sources=sources, should_stop=edit_once)
 
 
 def test_folder_without_sources_is_a_broken_installation(tmp_path: Path) -> None:

@@ -5,18 +5,16 @@
     path = build()                       # or block until it is there
     native = load(path)                  # the module coexec._native
 
-The background build runs in a child (`python -m coexec.intercept.build`), so that the user's step keeps running eagerly
+The background build runs in a child (`python -m coexec.intercept`), so that the user's step keeps running eagerly
 meanwhile. It has idle priority and a process group of its own: it takes only time that nobody else wants, Ctrl-C does
 not reach it, and it ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations
 
-import argparse
 import enum
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -157,7 +155,7 @@ def _spawn(sources: Path) -> subprocess.Popen[str]:
         "-W",
         "ignore",
         "-m",
-        "coexec.intercept.build",
+        "coexec.intercept",
         "--sources",
         str(sources),
         "--parent",
@@ -208,27 +206,3 @@ def _parse_result(output: str) -> dict[str, str]:
     except ValueError:
         return {}
     return result if isinstance(result, dict) else {}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Builds in this process and prints the result as one JSON line; ends early when the parent is gone."""
-    parser = argparse.ArgumentParser(description="Builds coexec's native core.")
-    parser.add_argument("--sources", type=Path, default=SOURCES)
-    parser.add_argument("--parent", type=int, help="end when this is no longer the parent, and say nothing on stderr")
-    options = parser.parse_args(arguments)
-    parent = options.parent or os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, so that the compiler is ended too
-    try:
-        path = build(options.parent is None, options.sources, should_stop=lambda: os.getppid() != parent)
-    except NativeBuildError as error:
-        print(json.dumps({"error": str(error), "missing": error.missing, "log": error.log}))
-        return 1
-    except CacheFolderError as error:
-        print(json.dumps({"error": str(error)}))
-        return 1
-    print(json.dumps({"path": str(path)}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -164,6 +164,8 @@ def _compile_and_publish(
             _run(command, log, should_stop)
         linked = scratch / FILE_NAME
         _run([compiler.path, *map(str, objects), *toolchain.link_flags(), "-o", str(linked)], log, should_stop)
+        if _output_path(output.parent.parent, sources, compiler) != output:
+            raise NativeBuildError(f"The sources in {sources} changed during the build; the next process builds them.")
         with linked.open("rb") as stream:
             os.fsync(stream.fileno())  # a crash of the machine must not leave a published file with holes
         linked.replace(output)
