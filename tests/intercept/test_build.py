@@ -208,6 +208,20 @@ def test_background_build_has_nothing_to_do_when_built(
     assert capfd.readouterr().err == ""
 
 
+def test_forked_child_sees_its_parents_build_and_does_not_end_it(
+    sources: Path, slow_compiler: Callable[[float], Path]
+) -> None:
+    calls = slow_compiler(0.5)
+    handle = native.start_background_build(sources)
+    wait_until(calls.exists)
+    pid = os.fork()
+    if pid == 0:
+        handle.close()
+        os._exit(0 if handle.wait(30) is native.BuildState.READY else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert handle.wait(30) is native.BuildState.READY
+
+
 def test_killed_background_build_says_so(sources: Path, slow_compiler: Callable[[float], Path]) -> None:
     calls = slow_compiler(60)
     handle = native.start_background_build(sources)

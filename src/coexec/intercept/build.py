@@ -24,8 +24,8 @@ from pathlib import Path
 
 from coexec.config import settings
 from coexec.errors import CacheFolderError, CoexecError, NativeBuildError
-from coexec.intercept import toolchain
-from coexec.intercept.compile_core import SOURCES, build, load, native_path_if_ready, source_key
+from coexec.intercept import compile_core, toolchain
+from coexec.intercept.compile_core import SOURCES, build, load, source_key
 
 __all__ = [
     "BuildHandle",
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 TERMINATE_TIMEOUT_S = 2.0
+LOOK_INTERVAL_S = 1.0
 _started: dict[Path, BuildHandle] = {}  # per source folder: one attempt per process, failed ones included
 _started_lock = threading.Lock()
 
@@ -59,6 +60,7 @@ class BuildHandle:
         self._sources = sources
         self._process = process
         self._owner_pid = os.getpid()
+        self._next_look_s = 0.0  # in a forked child: when to look for the file again
         # Also runs at interpreter exit. The handle itself is kept alive by _started.
         self._end = weakref.finalize(self, _terminate, process, self._owner_pid) if process else None
 
@@ -89,7 +91,9 @@ class BuildHandle:
 
     def _poll_in_forked_child(self) -> BuildState:
         # The builder is our parent's child, which only the parent can wait for; the file says when it is done.
-        self.path = native_path_if_ready(self._sources)
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + LOOK_INTERVAL_S
+            self.path = compile_core.native_path_if_ready(self._sources)
         return BuildState.READY if self.path else BuildState.RUNNING
 
     def _collect(self, process: subprocess.Popen[str]) -> None:
@@ -107,6 +111,22 @@ class BuildHandle:
                 f"next process starts it again. Until then every step runs as plain eager PyTorch. "
                 f"Its last words: {output[-400:].strip()!r}"
             )
+
+
+def native_path_if_ready(sources: Path = SOURCES) -> Path | None:
+    """Returns the built core for exactly these sources and this Python, torch and compiler, or None.
+
+    Takes milliseconds (it hashes the sources and asks the compiler for its version), and microseconds once this process
+    has started a build.
+
+    Raises:
+        CacheFolderError: the cache folder is not private.
+    """
+    handle = _started.get(sources)
+    if handle is None:
+        return compile_core.native_path_if_ready(sources)
+    handle.poll()
+    return handle.path
 
 
 def start_background_build(sources: Path = SOURCES) -> BuildHandle:
@@ -136,7 +156,7 @@ os.register_at_fork(after_in_child=_new_lock_after_fork)
 def _start(sources: Path) -> BuildHandle:
     handle = BuildHandle(sources, None)
     try:
-        handle.path = native_path_if_ready(sources)
+        handle.path = compile_core.native_path_if_ready(sources)
         if handle.path is None:
             toolchain.require_compiler()
             handle = BuildHandle(sources, _spawn(sources))
