@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
 
 PRELUDE = """
-import json, os, sys, time
+import json, os, sys, time, types
+package = sys.modules["coexec"] = types.ModuleType("coexec")  # without the package's own imports, torch among them
+package.__path__ = [os.environ["COEXEC_SOURCE"]]
 from pathlib import Path
 from coexec.subgraphs.entries import *
 from coexec.subgraphs.location import private_location, shared_location
@@ -25,7 +27,11 @@ from tests.subgraphs.samples import *
 def start(code: str, *arguments: object, before: str = "") -> subprocess.Popen[str]:
     """Start `code` with `sys.argv[1:] == arguments`; `before` runs ahead of all imports of coexec."""
     program = textwrap.dedent(before) + PRELUDE + textwrap.dedent(code)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "COEXEC_SOURCE": str(ROOT / "src" / "coexec"),
+    }
     return subprocess.Popen(
         [sys.executable, "-c", program, *(str(argument) for argument in arguments)],
         stdout=subprocess.PIPE,

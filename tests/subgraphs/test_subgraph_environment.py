@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coexec.subgraphs import code_hash, cpu, environment
-from coexec.subgraphs.environment import Environment, current_environment
+from coexec.subgraphs import code_hash, cpu, machine
+from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.errors import UnkeyableGraphError
+from coexec.subgraphs.machine import current_environment
 from coexec.subgraphs.near_miss import explain_difference
 
 
@@ -40,8 +41,8 @@ def test_the_thread_count_in_force_is_the_default() -> None:
 @pytest.mark.parametrize("entry", ["torch", "cpu.features", "python"])
 def test_another_torch_cpu_or_python_is_another_environment(entry: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = current_environment()
-    entries = environment._platform_entries()
-    monkeypatch.setattr(environment, "_platform_entries", lambda: {**entries, entry: "another"})
+    entries = machine._platform_entries()
+    monkeypatch.setattr(machine, "_platform_entries", lambda: {**entries, entry: "another"})
     assert changed(here, current_environment()) == [entry]
 
 
@@ -73,7 +74,7 @@ def test_the_environment_says_what_it_is_made_of() -> None:
 def test_no_backend_is_imported_to_learn_its_version() -> None:
     """intel-extension-for-pytorch#272: merely importing a backend breaks others."""
     code = (
-        "import sys; from coexec.subgraphs.environment import current_environment; current_environment();"
+        "import sys; from coexec.subgraphs.machine import current_environment; current_environment();"
         "print([m for m in ('onnxruntime', 'openvino', 'tvm', 'intel_extension_for_pytorch') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

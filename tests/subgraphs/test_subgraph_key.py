@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from coexec.subgraphs import code_hash
 from coexec.subgraphs.errors import UnkeyableGraphError
-from coexec.subgraphs.key import GraphMode, SubgraphKey, constants_digest, key_of_graph, key_of_text
+from coexec.subgraphs.graph_key import GraphMode, constants_digest, key_of_graph
+from coexec.subgraphs.key import SubgraphKey, key_of_text
 from coexec.subgraphs.near_miss import explain_difference
 
 PLAIN = GraphMode()

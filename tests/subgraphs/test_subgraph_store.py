@@ -19,6 +19,7 @@ from coexec.subgraphs.errors import StoreError
 from coexec.subgraphs.key import key_of_text
 from coexec.subgraphs.location import StoreLocation, private_location
 from coexec.subgraphs.store import Store, open_store
+from tests.subgraphs import children
 from tests.subgraphs.samples import HERE, decision, elsewhere, key, measurement, publish, tuned
 
 
@@ -417,3 +418,12 @@ def test_a_store_can_be_named_by_its_folder(tmp_path: Path) -> None:
     assert Store(location, strict=True).lookup(key(), HERE) is None
     assert location.sqlite_file == tmp_path / "a b" / "store.sqlite"
     assert (tmp_path / "a b").stat().st_mode & 0o777 == 0o700
+
+
+def test_keeping_and_finding_entries_needs_no_torch() -> None:
+    """`coexec db list` must not take the seconds that importing torch takes."""
+    code = """
+    import coexec.subgraphs.store, coexec.subgraphs.transfer
+    print([name for name in ("torch", "sympy", "numpy") if name in sys.modules])
+    """
+    assert children.run(code) == "[]\n"

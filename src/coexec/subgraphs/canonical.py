@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 
 from coexec.subgraphs.code_hash import callable_hash, is_custom
 from coexec.subgraphs.describe import (
-    SEPARATOR,
     TRUSTED_MODULES,
     Symbols,
     callable_text,
@@ -24,6 +23,7 @@ from coexec.subgraphs.describe import (
     tensor_text,
 )
 from coexec.subgraphs.errors import UnkeyableGraphError
+from coexec.subgraphs.key import SEPARATOR
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
 import operator
 from collections.abc import Callable
@@ -14,8 +13,8 @@ import torch
 
 from coexec.subgraphs.code_hash import callable_hash
 from coexec.subgraphs.errors import UnkeyableGraphError
+from coexec.subgraphs.key import shape_class
 
-SEPARATOR = " | "  # between the arguments of one entry; never inside a literal, see literal_text
 TRUSTED_MODULES = ("torch", "operator", "_operator", "math", "builtins")
 """Callables of these modules are covered by the versions in the environment; all others bring a hash of their code."""
 
@@ -68,17 +67,6 @@ def _hint(symbol: sympy.Symbol, shape_env: Any) -> int | None:
     table = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
     value = table.get(symbol)
     return int(value) if value is not None and getattr(value, "is_integer", False) else None
-
-
-def shape_class(sizes: dict[str, int]) -> str:
-    """Bucket sizes by the next power of two: a tuning result belongs to one class of shapes, not to all of them."""
-    text = " ".join(f"{name}<={_bucket(size)}" for name, size in sorted(sizes.items()))
-    # It is a column of a primary key: very many symbols are told apart by a hash instead.
-    return text if len(text) <= 200 else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _bucket(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def tensor_text(tensor: torch.Tensor, symbols: Symbols, *, with_grad: bool) -> str:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coexec.subgraphs.describe import SEPARATOR
+from coexec.subgraphs.key import SEPARATOR
 
 
 @dataclass(frozen=True, slots=True)
