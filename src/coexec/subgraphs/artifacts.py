@@ -117,16 +117,18 @@ class ArtifactFolder:
         temporary.mkdir(mode=0o700)
         for name, source in sources.items():
             _link(source, temporary / name)
+        aside = self._checkouts / f"{uuid.uuid4().hex}.part"
         try:
-            with contextlib.suppress(FileNotFoundError):
-                folder.rename(self._checkouts / f"{uuid.uuid4().hex}.part")  # an incomplete one: out of the way
-            temporary.rename(folder)
+            if not _is_checkout_of(folder, sources):  # else another process was first
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rename(aside)  # an incomplete one
+                temporary.rename(folder)
         except OSError:
-            # Another process was first. Its folder has the same content by construction.
             if not _is_checkout_of(folder, sources):
                 raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
 
     def digests(self) -> Iterator[tuple[str, int, float]]:
         """(digest, size in bytes, time of day it was last published or opened for use) of every file."""

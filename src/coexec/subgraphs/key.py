@@ -15,7 +15,7 @@ SEPARATOR = " | "
 
 @dataclass(frozen=True, slots=True)
 class SubgraphKey:
-    """Identity of a subgraph. Two keys are equal when their digests are."""
+    """Identity of a subgraph at one class of sizes: two keys are equal when digest and shape class are."""
 
     digest: str  # SHA-256 of `text`, 64 hex digits
     text: str = field(compare=False, repr=False)  # entries "name: value", one a line

@@ -25,21 +25,20 @@ class Miss:
 
 def explain(connection: Connection, key: SubgraphKey, environment: Environment) -> Miss:
     """Classify a miss. Reads a few rows; it is asked on misses only, when a graph is about to run eagerly anyway."""
-    s = tables.subgraph.c
-    if connection.scalar(select(s.digest).where(s.digest == key.digest)) is None:
-        return _unknown_graph(connection, key)
     d = tables.decision.c
     decided = connection.execute(select(d.environment, d.shape_class).where(d.subgraph == key.digest)).all()
     if not decided:
-        return Miss("undecided", "the graph is stored and waits for `coexec tune`")
+        return _undecided(connection, key)
     shapes = sorted({row.shape_class for row in decided if row.environment == environment.digest})
     if shapes:
         return Miss("other_shape", f"tuned for sizes {shapes}, these are {key.shape_class!r}")
     return _other_environment(connection, environment, {row.environment for row in decided})
 
 
-def _unknown_graph(connection: Connection, key: SubgraphKey) -> Miss:
+def _undecided(connection: Connection, key: SubgraphKey) -> Miss:
     s = tables.subgraph.c
+    if connection.scalar(select(s.digest).where(s.digest == key.digest)) is not None:
+        return Miss("undecided", "the graph is stored and waits for `coexec tune`")
     query = select(s.digest, s.text).where(s.outline == key.outline).order_by(s.used_s.desc()).limit(_COMPARED)
     nearest = _nearest({row.digest: row.text for row in connection.execute(query)}, key.text)
     if nearest is None:
