@@ -94,6 +94,7 @@ def build(
     compile_model: Callable[[Any], Any] = same,
     compile_update: Callable[[Any], Any] = same,
     lr: float | Tensor = PEAK_LR,
+    steps: int = STEPS,
 ) -> tuple[Callable[[Batch], float], Iterator[Batch], nn.Module]:
     """Returns the training step, the batches, and the model; the arguments are those of `gpt.build`."""
     random.seed(seed)
@@ -104,7 +105,7 @@ def build(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05)
     # OneCycleLR would also move beta1 at each step, for which torch.compile compiles the update again eight times and
     # then gives up on it; with a constant beta1 the comparison is about speed.
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=STEPS, cycle_momentum=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, cycle_momentum=False)
     update = compile_update(optimizer.step)
     history = History()
 

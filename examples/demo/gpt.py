@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -112,11 +113,11 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
-def warmup_then_cosine(step: int) -> float:
-    """Returns the factor on the peak learning rate at `step`."""
+def warmup_then_cosine(step: int, steps: int) -> float:
+    """Returns the factor on the peak learning rate at `step` of `steps`."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
-    progress = min(1.0, (step - WARMUP_STEPS) / max(1, STEPS - WARMUP_STEPS))
+    progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
     return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -132,6 +133,7 @@ def build(
     compile_model: Callable[[Any], Any] = same,
     compile_update: Callable[[Any], Any] = same,
     lr: float | Tensor = PEAK_LR,
+    steps: int = STEPS,
 ) -> tuple[Callable[[Batch], float], Iterator[Batch], nn.Module]:
     """Returns the training step, the batches, and the model.
 
@@ -140,6 +142,7 @@ def build(
         decorate: wraps the step.
         compile_model: wraps the model for its forward call.
         compile_update: wraps `optimizer.step`.
+        steps: length of the learning-rate schedule.
         lr: peak learning rate; torch.compile wants a tensor here, or it compiles the update again at each new rate.
     """
     random.seed(seed)
@@ -151,7 +154,7 @@ def build(
     model = GPT(len(alphabet))
     forward = compile_model(model)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warmup_then_cosine, steps=steps))
     update = compile_update(optimizer.step)
     history = History()
 

@@ -113,7 +113,7 @@ def run_race(program: str, names: list[str], steps: int, on_progress: Callable[[
         on_progress: called with what is going on and how many steps (of all lanes together) have been done since
             the last call.
     """
-    lanes = [open_lane(program, name) for name in names]
+    lanes = [open_lane(program, name, steps) for name in names]
     for lane in lanes:
         warm_up(lane, on_progress)
     take_turns(lanes, steps - WARMUP_STEPS - SETTLE_STEPS, on_progress)
@@ -122,10 +122,10 @@ def run_race(program: str, names: list[str], steps: int, on_progress: Callable[[
     return Race(program, lanes, steps)
 
 
-def open_lane(program: str, name: str) -> Lane:
+def open_lane(program: str, name: str, steps: int) -> Lane:
     """Builds one variant; a variant that cannot be built is a lane that says why."""
     try:
-        return Lane(name, variants.make_runner(program, name))
+        return Lane(name, variants.make_runner(program, name, steps))
     except Unavailable as error:
         return Lane(name, problem=f"not available: {error}")
     except Exception as error:

@@ -64,14 +64,18 @@ class RngState:
         self._numpy = np.random.get_state()
 
 
-def make_runner(program: str, variant: str, seed: int = SEED) -> Runner:
-    """Builds `program` ("gpt", "digits") in `variant`.
+def make_runner(program: str, variant: str, steps: int, seed: int = SEED) -> Runner:
+    """Builds a program in one variant.
+
+    Args:
+        program: "gpt", "digits", or the name of any module with such a `build`.
+        steps: length of the learning-rate schedule.
 
     Raises:
         Unavailable: coexec cannot be imported.
     """
-    module = importlib.import_module(PROGRAMS[program])
-    step, batches, model = module.build(seed, **_decorations(module, variant))
+    module = importlib.import_module(PROGRAMS.get(program, program))
+    step, batches, model = module.build(seed, steps=steps, **_decorations(module, variant))
     initial = [parameter.detach().clone() for parameter in model.parameters()]
     return Runner(variant, step, batches, model, initial, RngState())
 
