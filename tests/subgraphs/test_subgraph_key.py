@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coexec.subgraphs import code_hash
@@ -289,6 +290,17 @@ def test_very_many_symbols_still_make_a_short_shape_class() -> None:
     assert key != key_of_text("text", []).at_sizes({**sizes, "s7": 1 << 20})
 
 
+def branching_key(otherwise: Callable[..., Any]) -> SubgraphKey:
+    """Key of a graph with a branch: the bodies are graphs inside the graph."""
+    return dynamic_key(lambda x: torch.cond(x.sum() > 0, torch.sin, otherwise, (x,)), torch.zeros(3, 5))
+
+
+def test_the_bodies_of_a_branch_are_in_the_key() -> None:
+    assert branching_key(torch.cos) == branching_key(torch.cos)
+    changed = entry_changed(branching_key(torch.cos), branching_key(torch.tan))
+    assert changed == ["ops 1..2"]  # bodies come before the ops that call them
+
+
 # Code of others ------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +332,30 @@ def test_the_code_of_a_python_function_in_the_graph_is_in_the_key() -> None:
 
     assert graph("inner(x) + 1") == graph("inner(x)   +   1")
     assert graph("inner(x) + 1") != graph("inner(x) + 2")
+
+
+def test_custom_ops_are_named_even_where_they_are_arguments() -> None:
+    """A mutating op reaches a backend as an argument of `auto_functionalized`."""
+
+    @torch.library.custom_op("coexec_key::double_", mutates_args=("x",))
+    def double_(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        double_(y)
+        return y
+
+    keys = []
+
+    def compiler(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        keys.append(key_of_graph(module, inputs, mode=PLAIN))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(step, backend=aot_autograd(fw_compiler=compiler))(torch.zeros(3))
+    assert keys[0].custom_ops == ("coexec_key::double_",)
+    assert "auto_functionalized" in keys[0].text
 
 
 def test_the_hash_of_a_function_follows_what_it_calls() -> None:

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -33,7 +32,6 @@ class ArtifactFolder:
         self._files = folder / "artifacts"
         self._incoming = folder / "incoming"
         self._checkouts = folder / "checkouts"
-        self._lock = threading.Lock()
         self._verified: dict[str, tuple[int, int, int]] = {}  # digest -> identity of the file that was hashed
 
     def path(self, digest: str) -> Path:
@@ -88,8 +86,7 @@ class ArtifactFolder:
                 if hash_file(path) != digest:
                     path.unlink(missing_ok=True)
                     raise StoreError("artifact damaged", f"{path} does not match its checksum; it was removed")
-                with self._lock:
-                    self._verified[digest] = identity
+                self._verified[digest] = identity
         except FileNotFoundError as error:
             message = f"artifact {digest[:16]} is not here; it was pruned or deleted"
             raise StoreError("artifact missing", message) from error
@@ -143,8 +140,7 @@ class ArtifactFolder:
         with contextlib.suppress(OSError):
             path = self.path(digest)
             os.utime(path)
-            with self._lock:
-                self._verified[digest] = _identity(path)
+            self._verified[digest] = _identity(path)
 
     def remove(self, digest: str) -> None:
         """Delete the content. Who has it open or mapped keeps it."""

@@ -153,10 +153,13 @@ class _Walk:
         if node.op == "call_module":
             inner = _resolve(module, node.target)
             return f"module {type(inner).__module__}.{type(inner).__qualname__}", list(self._module_entries(inner, ""))
-        target: Any = node.target
+        return self._callable(node.target), []
+
+    def _callable(self, target: Any) -> str:
+        # Also where an op is an argument: a mutating custom op is one of `auto_functionalized`.
         if isinstance(target, torch._ops.OpOverload) and is_custom(target._schema.name):
             self.custom.add(target._schema.name)
-        return callable_text(target), []
+        return callable_text(target)
 
     def _arguments(self, node: Node) -> list[str]:
         if isinstance(node.target, torch._ops.OpOverload):
@@ -193,7 +196,7 @@ class _Walk:
         if isinstance(value, torch.Tensor | GraphModule):
             return self._attribute(value)
         if callable(value) and not isinstance(value, type):
-            return callable_text(value)
+            return self._callable(value)
         return literal_text(value, self.symbols)
 
     def _module_entries(self, module: torch.nn.Module, path: str) -> Iterable[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,8 +36,7 @@ class Database:
     def __init__(self, location: StoreLocation, wait_s: float = 5.0) -> None:
         self.location = location
         self.wait_s = wait_s  # how long an operation waits for another process's write
-        self._lock = threading.Lock()
-        self._engine: Engine | None = None
+        self._engine: Engine | None = None  # made twice if two threads are first at once, which harms nothing
 
     def read(self, action: Callable[[Connection], T], wait_s: float | None = None) -> T:
         """Run `action` in one read transaction. Errors: StoreError; TrustError for a folder that is not private."""
@@ -83,10 +81,9 @@ class Database:
 
     def engine(self) -> Engine:
         """The SQLAlchemy engine, made on first use. Errors: StoreError("no driver" or "bad url")."""
-        with self._lock:
-            if self._engine is None:
-                self._engine = _make_engine(self.location)
-            return self._engine
+        engine = self._engine or _make_engine(self.location)
+        self._engine = engine
+        return engine
 
     def _set_wait(self, connection: Connection, wait_s: float) -> None:
         if connection.dialect.name == "sqlite":

@@ -70,15 +70,25 @@ def _hint(symbol: sympy.Symbol, shape_env: Any) -> int | None:
 
 
 def tensor_text(tensor: torch.Tensor, symbols: Symbols, *, with_grad: bool) -> str:
-    """dtype, shape, strides, device and what else decides how a kernel may read the tensor. No values, no offset."""
+    """dtype, shape, strides, device and what else decides how a kernel may read the tensor. No values, no offset.
+
+    Errors: UnkeyableGraphError for a tensor that cannot say (some wrapper subclasses).
+    """
+    try:
+        return " ".join(_tensor_parts(tensor, symbols, with_grad))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise UnkeyableGraphError(f"cannot describe a tensor of type {kind}: {error!r:.200}") from error
+
+
+def _tensor_parts(tensor: torch.Tensor, symbols: Symbols, with_grad: bool) -> list[str]:
     parts = [str(tensor.dtype).removeprefix("torch."), sizes_text(tensor.shape, symbols)]
     if tensor.layout is torch.strided:
         parts.append(f"stride={sizes_text(tensor.stride(), symbols)}")
     else:
         parts.append(str(tensor.layout))
     parts.append(str(tensor.device))
-    parts += [name for name, present in _flags(tensor, with_grad) if present]
-    return " ".join(parts)
+    return parts + [name for name, present in _flags(tensor, with_grad) if present]
 
 
 def _flags(tensor: torch.Tensor, with_grad: bool) -> list[tuple[str, bool]]:

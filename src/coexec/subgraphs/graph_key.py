@@ -67,13 +67,14 @@ def key_of_graph(
     return replace(key, shape_class=canonical.shape_class, custom_ops=canonical.custom_ops)
 
 
-def constants_digest(module: GraphModule) -> str:
+def constants_digest(module: GraphModule, inputs: Sequence[object] | None = None) -> str:
     """SHA-256 over the values of all tensors the graph holds, "" if it holds none.
 
     For backends that bake weights into an artifact (freezing, constant folding): the key knows shapes only, so such an
-    artifact must never serve a model with other weights. Reads every byte once: about 1 GB/s.
+    artifact must never serve a model with other weights. Reads every byte once: about 1 GB/s. `inputs` as for
+    :func:`key_of_graph`.
     """
-    tensors = canonical_graph(module, None, with_grad=False).constants
+    tensors = canonical_graph(module, inputs, with_grad=False).constants
     if not tensors:
         return ""
     digest = hashlib.sha256()

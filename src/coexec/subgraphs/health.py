@@ -7,8 +7,10 @@ because a cache is locked.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import Counter
 
 from coexec.subgraphs.errors import StoreError
@@ -23,10 +25,11 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Health:
-    """Counters of one store, safe to use from all threads."""
+    """Counters of one store, safe to use from all threads and after a fork."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        _all.add(self)
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()
         self._pause_s = 0.0
@@ -64,3 +67,17 @@ class Health:
         """A copy of all counters."""
         with self._lock:
             return dict(self._counts)
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent may have held it: here nobody would release it
+
+
+_all: weakref.WeakSet[Health] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for health in list(_all):
+        health._after_fork()
+
+
+os.register_at_fork(after_in_child=_renew_locks)

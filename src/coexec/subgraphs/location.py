@@ -5,6 +5,7 @@ Read from the settings at each use: a cache folder that changes at run time (pyt
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +30,15 @@ class StoreLocation:
     @property
     def sqlite_file(self) -> Path | None:
         """The database file, None for a server or an in-memory database."""
-        url = make_url(self.url)
-        if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
-            return None
-        return Path(url.database)
+        return _sqlite_file(self.url)
+
+
+@functools.lru_cache(maxsize=64)
+def _sqlite_file(text: str) -> Path | None:
+    url = make_url(text)
+    if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
+        return None
+    return Path(url.database)
 
 
 def current_location() -> StoreLocation:

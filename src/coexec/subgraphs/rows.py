@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Table, and_, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -187,6 +187,13 @@ def subgraphs_with_outlines(connection: Connection) -> tuple[tuple[SubgraphInfo,
     """All subgraphs with the hash of their ops."""
     query = select(tables.subgraph).order_by(tables.subgraph.c.created_s, tables.subgraph.c.digest)
     return tuple((subgraph_of(row), row.outline) for row in connection.execute(query))
+
+
+def subgraph_row_of(connection: Connection, digest: str) -> Row[Any] | None:
+    """The row of exactly this subgraph, without its text."""
+    s = tables.subgraph.c
+    query: Select[Any] = select(s.digest, s.program, s.key_id, s.signature, s.used_s).where(s.digest == digest)
+    return connection.execute(query).first()
 
 
 def subgraphs_by_prefix(connection: Connection, prefix: str) -> Sequence[Row[Any]]:

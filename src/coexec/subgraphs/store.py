@@ -334,12 +334,12 @@ class Store:
         return self._open()[1].checkout(decision.artifacts)
 
     def _program(self, subgraph: str) -> Path | None:
-        found = self._read(lambda connection: rows.subgraphs_by_prefix(connection, subgraph))
-        if len(found) != 1 or not found[0].program:
+        row = self._read(lambda connection: rows.subgraph_row_of(connection, subgraph))
+        if row is None or not row.program:
             return None
         if self.location.shared:
-            self.keyring.check(program_statement(found[0].digest, found[0].program), rows.row_signature(found[0]))
-        return self._open_artifact(found[0].program)
+            self.keyring.check(program_statement(row.digest, row.program), rows.row_signature(row))
+        return self._open_artifact(row.program)
 
     def _put_artifact(self, content: Content, expected: str | None = None) -> str:
         database, artifacts = self._open()
@@ -350,8 +350,8 @@ class Store:
         return digest
 
     def _put_subgraph(self, key: SubgraphKey, program: bytes | Path | None, note: str) -> bool:
-        known = self._read(lambda connection: rows.subgraphs_by_prefix(connection, key.digest))
-        if known and time.time() - known[0].used_s < rows.DAY_S and (program is None or known[0].program):
+        known = self._read(lambda connection: rows.subgraph_row_of(connection, key.digest))
+        if known is not None and time.time() - known.used_s < rows.DAY_S and (program is None or known.program):
             return True  # the usual case of a warm start: many processes, and none needs the write lock
         digest = "" if program is None else self._put_artifact(program)
         signed = (
