@@ -24,8 +24,9 @@ from torch._inductor.cudagraph_utils import BoxedDeviceIndex
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
+from coexec.backends.layout import prefer_channels_last
 from coexec.backends.lower import lower
 from coexec.backends.publish import check_generated_code, place_publishes, register_publish
 from coexec.backends.spec import SegmentSpec
@@ -52,10 +53,16 @@ def options(spec: SegmentSpec, folder: Path) -> dict[str, Any]:
         "fallback_random": True,  # eager's kernels draw: the same numbers, in program order
         "emulate_precision_casts": low,  # eager rounds to bfloat16 after every op
         "cpp.threads": spec.threads,
-        "post_grad_custom_post_pass": place_publishes,
+        "post_grad_custom_post_pass": _before_scheduling,
         "freezing": False,
         "compile_threads": 1,
     }
+
+
+def _before_scheduling(graph: Graph) -> None:
+    """Our passes over the optimized graph."""
+    prefer_channels_last(graph)
+    place_publishes(graph)
 
 
 def compile_segment(spec: SegmentSpec, folder: Path) -> Compiled:

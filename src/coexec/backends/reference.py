@@ -40,19 +40,27 @@ class Results:
     published: list[torch.Tensor] = field(default_factory=list)  # copies, in the order of spec.publishes
 
 
-def run_reference(spec: SegmentSpec, inputs: Sequence[torch.Tensor], *, in_place: bool | None = None) -> Results:
+def run_reference(
+    spec: SegmentSpec,
+    inputs: Sequence[torch.Tensor],
+    *,
+    in_place: bool | None = None,
+    noise: torch.Generator | None = None,
+) -> Results:
     """Run `spec` on `inputs` exactly as recorded.
 
     Args:
         spec: the segment.
         inputs: one tensor per entry of `spec.inputs`; fed numbers are 0-dim tensors.
         in_place: write external memory in place; by default as `spec.mode` says.
+        noise: change every floating-point result by a unit in its last place, up or down: another rounding, as
+            another kernel for the same op would have it.
 
     Raises:
         SpecError: an op's result does not have the recorded dtype, sizes or strides.
     """
     in_place = spec.mode == "commit" if in_place is None else in_place
-    run = Run(spec, inputs if in_place else copy_memory(spec, inputs))
+    run = Run(spec, inputs if in_place else copy_memory(spec, inputs), noise=noise)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         run.publish(-1)
         for index, op in enumerate(spec.ops):
@@ -82,10 +90,17 @@ def run_reference_pair(spec: SegmentSpec, inputs: Sequence[torch.Tensor]) -> tup
 class Run:
     """One pass over the ops: the tensors that stand for values now."""
 
-    def __init__(self, spec: SegmentSpec, inputs: Sequence[torch.Tensor], wide: bool = False) -> None:
+    def __init__(
+        self,
+        spec: SegmentSpec,
+        inputs: Sequence[torch.Tensor],
+        wide: bool = False,
+        noise: torch.Generator | None = None,
+    ) -> None:
         if len(inputs) != len(spec.inputs):
             raise SpecError(f"segment takes {len(spec.inputs)} inputs, got {len(inputs)}")
-        self.spec, self.inputs, self.wide = spec, inputs, wide
+        self.spec, self.inputs, self.wide, self.noise = spec, inputs, wide, noise
+        self.storages_seen = {v.storage for v in spec.input_values()}
         self.recorded = spec.values()
         self.tensors: dict[int, torch.Tensor] = {}
         self.published: list[torch.Tensor] = []
@@ -102,7 +117,17 @@ class Run:
         for out, tensor in zip(op.outs, self.call(op, overload, named), strict=True):
             if out is not None:
                 assert tensor is not None
+                self.disturb(out, tensor, overload.random)
                 self.bind(out, tensor, op.op)
+
+    def disturb(self, out: Value, tensor: torch.Tensor, random: bool) -> None:
+        """Add the noise to a result in memory of its own."""
+        fresh = out.storage not in self.storages_seen
+        self.storages_seen.add(out.storage)
+        if self.noise is None or random or not fresh or tensor.dtype not in WIDE or not _is_dense(tensor):
+            return
+        signs = torch.randint(0, 2, tensor.shape, generator=self.noise, dtype=torch.int8) * 2 - 1
+        tensor.mul_(1 + signs.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)
 
     def step_wide(self, op: Op, narrow: Run) -> None:
         """Run one op in float64, after `narrow` ran it: draws and integers are copied from there."""

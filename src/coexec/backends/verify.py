@@ -1,9 +1,11 @@
 """May this artifact take over? It is run on live inputs and compared with the ops as recorded, in float32 and float64.
 
 Numbers: `|compiled - f64| <= max(2 |eager - f64|, 16 eps max|tensor|)`, each as the largest element of the tensor.
-Integers and booleans are equal, except where a change of the inputs in their last bits changes eager's result too.
-Besides: the geometry that the segment names, results in memory of their own, inputs untouched (mode ``functional``),
-publishes in order, and the generator where eager would leave it.
+Where that fails, eager's distance is taken from a few more runs of eager in which every op rounds differently: for a
+tensor that is all cancellation (the gradient of a bias before BatchNorm) one run of eager says little. Integers and
+booleans are equal, except where such a run decides otherwise too. Besides: the geometry that the segment names, results
+in memory of their own, inputs untouched (mode ``functional``), publishes in order, and the generator where eager would
+leave it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from coexec.backends.reference import (
     NoWideRunError,
     Results,
     copy_memory,
-    map_memory,
     run_reference,
     run_reference_pair,
 )
@@ -30,7 +31,7 @@ from coexec.backends.spec import SegmentSpec, Value
 
 EAGER_FACTOR = 2.0
 EPS_FACTOR = 16.0
-PERTURBED_RUNS = 4
+NOISY_RUNS = 4
 BLOCK_S = 2e-3
 TIMING_ROUNDS = 7
 
@@ -42,6 +43,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     worst: float = 0.0  # largest error in units of what is allowed
     compared: int = 0  # tensors
+    by_noise: list[str] = field(default_factory=list)  # tensors that only the noisy runs of eager justify
     wide: bool = True  # a float64 run was possible
     replay_s: float = 0.0  # median, by this process's Python: the native replay has a few microseconds per op less
     compiled_s: float = 0.0  # median
@@ -113,6 +115,7 @@ class _Check:
     ) -> None:
         self.spec, self.run, self.inputs, self.state = spec, run, inputs, state
         self.report = Report()
+        self.noisy_runs: list[Results] = []
 
     def values(self) -> None:
         """Run both, compare everything."""
@@ -192,6 +195,9 @@ class _Check:
         if unlike.any():
             return self.problem(f"{name}: {int(unlike.sum())} elements are infinite or NaN only on one side")
         error, allowed = error_and_bound(compiled, narrow, wide)
+        if error > allowed:
+            allowed = max(error_and_bound(compiled, noisy, wide)[1] for noisy in self.noisy(name))
+            self.report.by_noise.append(name)
         self.report.worst = max(self.report.worst, error / allowed if allowed else float(error > 0))
         if error > allowed:
             self.problem(f"{name} is {error:.3g} off the float64 run, allowed are {allowed:.3g}")
@@ -199,21 +205,21 @@ class _Check:
     def compare_discrete(self, name: str, compiled: torch.Tensor, narrow: torch.Tensor) -> None:
         wrong = compiled != narrow
         if wrong.any():
-            wrong &= ~self.undecided(name, narrow)
+            for noisy in self.noisy(name):
+                wrong &= noisy == narrow
+            self.report.by_noise.append(name)
         if wrong.any():
             self.problem(f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ from eager's")
 
-    def undecided(self, name: str, narrow: torch.Tensor) -> torch.Tensor:
-        """Elements that eager itself decides otherwise once the inputs change in their last bits."""
+    def noisy(self, name: str) -> list[torch.Tensor]:
+        """The tensor `name` of runs of eager in which every op rounds differently."""
+        if not self.noisy_runs:
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(NOISY_RUNS):
+                torch.set_rng_state(self.state)
+                self.noisy_runs.append(run_reference(self.spec, self.inputs, in_place=False, noise=generator))
         kind, _, position = name.partition(" ")
-        changed = torch.zeros_like(narrow, dtype=torch.bool)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(PERTURBED_RUNS):
-            torch.set_rng_state(self.state)
-            inputs = map_memory(self.spec, self.inputs, lambda flat: _perturb(flat, generator))
-            results = run_reference(self.spec, inputs, in_place=True)
-            changed |= getattr(results, kind)[int(position)] != narrow
-        return changed
+        return [getattr(results, kind)[int(position)] for results in self.noisy_runs]
 
     def problem(self, text: str) -> None:
         self.report.problems.append(text)
@@ -254,14 +260,6 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A copy in which every element is changed by about its last bit."""
-    if not tensor.is_floating_point():
-        return tensor.clone()
-    noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) - 0.5
-    return (tensor * (1 + noise * (4 * torch.finfo(tensor.dtype).eps))).to(tensor.dtype)
 
 
 def _block_s(function: Callable[[], Any], count: int) -> float:
