@@ -33,7 +33,7 @@ def levels(plan: Plan) -> list[list[tuple[int, ...]]]:
 
 
 @given(TRACES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_running_the_list_in_order_gives_back_every_trace(traces: list[Trace]) -> None:
     graph = TraceGraph()
     paths = [merge(graph, one).nodes for one in traces]
@@ -45,7 +45,7 @@ def test_running_the_list_in_order_gives_back_every_trace(traces: list[Trace]) -
 
 
 @given(TRACES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_levels_are_longest_paths_and_blocks_are_maximal_chains(traces: list[Trace]) -> None:
     graph = graph_of(*traces)
     plan = assign_cases(graph)
@@ -70,7 +70,7 @@ def test_levels_are_longest_paths_and_blocks_are_maximal_chains(traces: list[Tra
 
 
 @given(TRACES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_step_that_raises_anywhere_is_covered_too(traces: list[Trace]) -> None:
     graph = TraceGraph()
     for one in traces:
@@ -159,6 +159,17 @@ def test_merging_and_planning_a_long_chain_is_linear() -> None:
     small, large = build(500), build(2000)
     assert large < 4.2 * small
     assert large < 150 * 2000
+
+
+def test_a_whole_reversal_is_searched_once_and_not_once_per_op() -> None:
+    def build(length: int) -> int:
+        there = chain(*range(10, 10 + length))
+        back = chain(*range(9 + length, 9, -1))
+        graph = graph_of(there)
+        return _calls(lambda: merge(graph, back))
+
+    small, large = build(200), build(800)
+    assert large < 4.5 * small
 
 
 def test_merging_many_skips_is_linear() -> None:

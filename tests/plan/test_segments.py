@@ -362,7 +362,7 @@ TIGHT = st.builds(
 
 
 @given(PROGRAMS, st.lists(st.integers(0, 1000), min_size=1, max_size=5), TIGHT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_random_programs_never_deadlock_and_never_write_ahead(
     program: Program, seeds: list[int], limits: Limits
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 
+from coexec.errors import InternalError
 from coexec.graph.tracegraph import Node, TraceGraph
 
 
@@ -50,12 +51,12 @@ def link(graph: TraceGraph, parent: int, child: int) -> None:
     nodes[parent].children.append(child)
     nodes[child].parents.append(parent)
     if nodes[child].rank <= nodes[parent].rank:
-        _push(nodes, child, nodes[parent].rank + 1)
+        _push(nodes, parent, child)
 
 
-def _push(nodes: list[Node], first: int, rank: int) -> None:
-    """Raises `first` to `rank` and whatever is then in the way, each node once, in the old topological order."""
-    floor = {first: rank}
+def _push(nodes: list[Node], parent: int, first: int) -> None:
+    """Raises `first` above `parent` and whatever is then in the way, each node once, in the old topological order."""
+    floor = {first: nodes[parent].rank + 1}
     heap = [(nodes[first].rank, first)]
     while heap:
         node = nodes[heapq.heappop(heap)[1]]
@@ -63,6 +64,8 @@ def _push(nodes: list[Node], first: int, rank: int) -> None:
         for child in node.children:
             if nodes[child].rank > node.rank:
                 continue
+            if child == parent:  # ranks would rise for ever
+                raise InternalError(f"Edge {(parent, first)} was added although it closes a cycle.")
             if child not in floor:
                 heapq.heappush(heap, (nodes[child].rank, child))
             floor[child] = max(floor.get(child, 0), node.rank + 1)
