@@ -17,6 +17,7 @@ from coexec.subgraphs.graph_key import GraphMode, key_of_graph
 from coexec.subgraphs.location import StoreLocation, private_location
 from coexec.subgraphs.machine import current_environment
 from coexec.subgraphs.store import Store, open_store
+from tests.subgraphs import children
 from tests.subgraphs.samples import HERE, decision, elsewhere, key, publish, tuned
 
 
@@ -37,6 +38,23 @@ def test_a_reader_never_sees_a_half_written_file(store: Store) -> None:
     digest = store.put_artifact(slowly())
     assert seen == [[5]]
     assert store.open_artifact(digest or "").read_bytes() == b"first halfsecond half"  # type: ignore[union-attr]
+
+
+AUDITED = """
+written = []
+def watch(event, arguments):
+    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR) and "/artifacts/" in str(arguments[0]):
+        written.append(str(arguments[0]))
+sys.addaudithook(watch)
+store = Store(private_location(Path(sys.argv[1])), strict=True)
+tuned(store, key())
+print(written, len(list(Path(sys.argv[1]).glob("artifacts/*/*"))))
+"""
+
+
+def test_no_file_that_a_reader_looks_for_is_ever_open_for_writing(location: StoreLocation) -> None:
+    """pytorch#172144 once more: what cannot be written in place cannot be read half."""
+    assert children.run(AUDITED, location.folder) == "[] 1\n"
 
 
 def test_a_writer_that_fails_halfway_publishes_nothing(store: Store, location: StoreLocation) -> None:
