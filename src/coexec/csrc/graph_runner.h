@@ -13,6 +13,24 @@ struct GraphStats {
   int64_t compiled_runs = 0, discarded_runs = 0;
 };
 
+// Writes the live inputs of one segment to a file while it is replayed, for the check of its artifact.
+struct Capture {
+  struct Item {
+    int32_t position;
+    int16_t input; // flattened input, or -1 for a number
+    int16_t arg, element; // of a number
+    at::ScalarType number_type;
+    int64_t low, nbytes; // bytes of the input's storage
+    int64_t start = -1; // where they lie in the file; set by the GraphRunner
+  };
+  int32_t segment = -1;
+  std::string path;
+  bool with_generator = false;
+  std::vector<Item> items;
+  int64_t generator_start = -1, generator_nbytes = 0;
+  bool failed = false;
+};
+
 class GraphRunner {
  public:
   explicit GraphRunner(Program* program) : program_(program) {}
@@ -23,6 +41,7 @@ class GraphRunner {
   void join_iteration();
   void stop(); // ends the thread
   void abandon(); // in a forked child: the thread does not exist there
+  std::shared_ptr<Capture> capture; // set by Python between iterations
   GraphStats& stats() {
     return stats_;
   }
@@ -30,7 +49,16 @@ class GraphRunner {
  private:
   void loop();
   void run_iteration();
-  int64_t run_segment(int64_t at); // next log index, or `at` if the segment must be replayed
+  int64_t run_segment(const Segment& s, int64_t at);
+  void note_trial(const Segment& s, bool compiled, double seconds);
+  int64_t give_up(const Segment& s, int64_t at, const std::string& why);
+  const Segment* segment_at(int64_t at);
+  bool gather_inputs(const Segment& s, int64_t at, std::vector<at::Tensor>* inputs);
+  at::Tensor predict(const SegmentInput& in);
+  void remember_sources(const Segment& s, int64_t at);
+  std::optional<std::string> unexpected_survivor(const Segment& s, int64_t at);
+  void commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results);
+  void capture_inputs(Entry& e);
   void execute(Entry& e);
   void adopt_thread_state();
 
@@ -46,7 +74,9 @@ class GraphRunner {
   int threads_ = 0;
   bool flush_denormal_ = false;
   GraphStats stats_;
-  std::vector<int64_t> replay_until_; // per segment: scratch
+  const Segment* timed_ = nullptr; // a segment in its trial that is being replayed, with the seconds so far
+  double timed_s_ = 0;
+  int64_t replay_until_ = 0; // log index up to which a discarded segment is replayed
 };
 
 } // namespace coexec

@@ -55,7 +55,7 @@ void check_signals() {
 }
 } // namespace
 
-Iteration::Iteration(size_t slots) : memory_(slots), records_(slots, nullptr), death_(slots, INT64_MAX) {
+Iteration::Iteration(size_t slots) : memory_(slots), records_(slots, nullptr), death_(slots, INT64_MAX), sid_of_(slots, -1) {
   chunks_.reserve(kMaxChunks);
 }
 
@@ -122,6 +122,73 @@ bool Iteration::wait_entry(int64_t i, double* stalled_s) {
   return size_.load(std::memory_order_acquire) > i;
 }
 
+Iteration::Ahead Iteration::wait_validated(int64_t i, int64_t n, double* stalled_s) {
+  int64_t end = i + n;
+  std::optional<Ahead> result;
+  auto ready = [&] {
+    int64_t size = size_.load(std::memory_order_acquire), wants = python_waits_for_.load();
+    bool waits = wants != INT64_MAX;
+    if (run_void_.load())
+      result = Ahead::Void;
+    else if (size > end || (size == end && ((waits && wants >= end) || closed_.load())))
+      result = Ahead::Validated;
+    else if (closed_.load() || (waits && wants > i && !published_unlocked(python_wants_.load())))
+      result = Ahead::Void;
+    return result.has_value();
+  };
+  auto t0 = Clock::now();
+  std::unique_lock<std::mutex> l(m_);
+  graph_sleeps_.store(true);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  while (!ready())
+    graph_cv_.wait_for(l, std::chrono::microseconds(200));
+  graph_sleeps_.store(false);
+  *stalled_s += since(t0);
+  return *result;
+}
+
+bool Iteration::wait_input(int64_t i, double* stalled_s) {
+  if (size_.load(std::memory_order_acquire) > i)
+    return true;
+  auto t0 = Clock::now();
+  std::unique_lock<std::mutex> l(m_);
+  graph_sleeps_.store(true);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  bool there = false, give_up = false;
+  while (!there && !give_up) {
+    there = size_.load(std::memory_order_acquire) > i;
+    give_up = closed_.load() || python_waits_for_.load() != INT64_MAX;
+    if (!there && !give_up)
+      graph_cv_.wait_for(l, std::chrono::microseconds(200));
+  }
+  graph_sleeps_.store(false);
+  *stalled_s += since(t0);
+  return there;
+}
+
+void Iteration::set_run(const SegmentRun* run) {
+  std::lock_guard<std::mutex> l(m_);
+  run_ = run;
+  void_reason_.clear();
+  run_void_.store(false);
+}
+
+void Iteration::void_run(const std::string& why) {
+  {
+    std::lock_guard<std::mutex> l(m_);
+    void_reason_ = why;
+  }
+  run_void_.store(true);
+  flush();
+}
+
+bool Iteration::published_unlocked(int64_t index) const {
+  for (auto& p : published_)
+    if (p.first == index)
+      return true;
+  return false;
+}
+
 void Iteration::set_done(int64_t n) {
   done_.store(n);
   if (python_waits_for_.load() <= n) {
@@ -165,6 +232,8 @@ double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* v
       std::unique_lock<std::mutex> l(m_);
       python_waits_for_.store(n);
       std::atomic_thread_fence(std::memory_order_seq_cst);
+      if (graph_sleeps_.load())
+        graph_cv_.notify_one();
       auto until = Clock::now() + std::chrono::milliseconds(50);
       while (done_.load() < n && failed_at_.load() < 0 && Clock::now() < until) {
         if (value) {

@@ -57,6 +57,11 @@ class Iteration {
   void storage_died(StorageRecord* r); // any thread
   void record_resolved(StorageRecord* r);
   std::vector<StorageRecord*> live_records();
+  // Memory of these slots was filled by native code through its pointer (see make_placeholder).
+  void note_native_fill(int32_t sid) {
+    native_fills.push_back(sid);
+  }
+  std::vector<int32_t> native_fills; // PythonRunner's thread only
   bool failed() const {
     return failed_at_.load() >= 0;
   }
@@ -92,6 +97,13 @@ class Iteration {
     return done_.load(std::memory_order_acquire);
   }
   bool record_alive(int32_t sid);
+  // Memory that value `slot` lives in; -1 if it was not made in this iteration.
+  int32_t sid_of(int32_t slot) const {
+    return sid_of_[slot];
+  }
+  void set_sid(int32_t slot, int32_t sid) {
+    sid_of_[slot] = sid;
+  }
 
   bool lazy = false; // the GraphRunner starts only when Python needs a value (the paper's Table 2)
   std::atomic<bool> demanded{false};
@@ -101,8 +113,30 @@ class Iteration {
   bool published(int64_t index, at::Tensor* value);
   // As wait_done, but also returns when `index` has been published.
   double wait_done_or_published(int64_t n, int64_t index, at::Tensor* value);
+  // --- compiled runs ahead of Python (see segment.h)
+  enum class Ahead { Validated, Void };
+  // Waits until Python validated the entries [i, i + n) and went on; Void if it did not, or if it waits for a value
+  // that the run does not publish.
+  Ahead wait_validated(int64_t i, int64_t n, double* stalled_s);
+  // Waits for entry `i` as an input of a run that has not started: false if Python waits for one of ours meanwhile.
+  bool wait_input(int64_t i, double* stalled_s);
+  void set_run(const struct SegmentRun* run); // under lock; null when it is over
+  // Calls f(run) under the lock if a run is in progress; the PythonRunner checks a published value's run with it.
+  template <class F>
+  void with_run(F&& f) {
+    std::lock_guard<std::mutex> l(m_);
+    if (run_)
+      f(*run_);
+  }
+  void void_run(const std::string& why); // the PythonRunner: it used what Python did not mean
+  std::string void_reason() {
+    std::lock_guard<std::mutex> l(m_);
+    return void_reason_;
+  }
   // The GraphRunner found that a compiled run must not be used: values published from it are void.
   void discard_published(int64_t from, int64_t to);
+
+  bool published_unlocked(int64_t index) const;
 
  private:
   static constexpr int kBits = 8;
@@ -119,10 +153,14 @@ class Iteration {
   std::mutex records_m_; // deaths may come from any thread
   std::vector<StorageRecord*> records_; // by sid
   std::vector<int64_t> death_;
+  std::vector<int32_t> sid_of_; // by slot; written by Python before it publishes the op
   std::vector<int32_t> pending_frees_;
   std::atomic<bool> has_frees_{false};
   std::vector<std::pair<int64_t, at::Tensor>> published_;
   std::atomic<int64_t> python_wants_{-1};
+  const struct SegmentRun* run_ = nullptr; // guarded by m_
+  std::atomic<bool> run_void_{false};
+  std::string void_reason_; // guarded by m_
 };
 
 } // namespace coexec

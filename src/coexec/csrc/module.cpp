@@ -115,6 +115,131 @@ void collect_tensors(py::handle o, std::vector<at::Tensor>* out, int depth) {
   }
 }
 
+py::dict geometry_dict(const Geometry& g) {
+  py::dict d;
+  d["dtype"] = py::str(torch::getTHPDtype(g.dtype)->name);
+  d["sizes"] = tuple_of(g.sizes, [](int64_t x) { return py::int_(x); });
+  d["strides"] = tuple_of(g.strides, [](int64_t x) { return py::int_(x); });
+  d["offset"] = g.offset;
+  return d;
+}
+
+// (node, argument types, argument values, tensor inputs (slot, external, geometry), out slots, out geometries, nbytes).
+py::list export_description(Step& s) {
+  py::list l;
+  for (auto& d : s.description) {
+    py::list types, values, inputs, outs, nbytes, present;
+    for (size_t i = 0; i < d.node->args.size() && i < d.args.size(); i++) {
+      const Arg& a = d.node->args[i];
+      const char* names[] = {"tensor", "undefined", "wrapped", "list", "static", "number"};
+      types.append(py::make_tuple(names[a.type], a.fed, static_cast<int>(d.node->info->args[i].cls),
+                                  py::str(a.type == Arg::Wrapped ? torch::getTHPDtype(a.wrapped_dtype)->name : ""),
+                                  tuple_of(a.present, [](bool p) { return py::bool_(p); })));
+      values.append(d.args[i].isDevice() ? py::object(py::make_tuple("device", d.args[i].toDevice().str())) : to_python(d.args[i]));
+    }
+    for (auto& in : d.inputs)
+      inputs.append(py::make_tuple(in.slot, in.external, in.geometry ? py::object(geometry_dict(*in.geometry)) : py::none()));
+    for (size_t k = 0; d.variant && k < d.node->outputs.size(); k++) {
+      const auto* g = d.variant->outputs[k];
+      outs.append(py::make_tuple(d.out_slots[k], d.node->outputs[k].alias, d.node->outputs[k].same_arg >= 0,
+                                 g ? py::object(geometry_dict(*g)) : py::none(), d.variant->nbytes[k]));
+    }
+    l.append(py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs));
+  }
+  return l;
+}
+
+py::list export_externals(Step& s) {
+  py::list l;
+  for (auto& e : s.external_descriptions)
+    l.append(py::make_tuple(e.storage, e.nbytes, geometry_dict(*e.geometry)));
+  return l;
+}
+
+at::ScalarType number_type(const std::string& name) {
+  return name == "float64" ? at::kDouble : name == "int64" ? at::kLong : name == "bool" ? at::kBool : at::kComplexDouble;
+}
+
+// The native side of a segment that `description` covers. See runtime/spec_builder.py for the arguments.
+std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
+  auto g = std::make_shared<Segment>();
+  g->nodes = d["nodes"].cast<std::vector<int32_t>>();
+  g->commit = d["commit"].cast<bool>();
+  g->random = d["random"].cast<bool>();
+  g->mutated = d["mutated"].cast<std::vector<int32_t>>();
+  g->publishes = d["publishes"].cast<std::vector<int32_t>>();
+  auto external_inputs = d["external_inputs"].cast<std::unordered_map<int32_t, int32_t>>();
+  std::unordered_map<int32_t, const OpDescription*> of_node;
+  for (auto& x : s.description)
+    of_node[x.node->id] = &x;
+  for (int32_t n : g->nodes)
+    g->variants.push_back(of_node.count(n) ? of_node[n]->variant : nullptr);
+  for (auto h : d["inputs"].cast<py::list>()) {
+    auto t = h.cast<py::tuple>(); // (position, input, slot, written, storage) or (position, arg, element, number type)
+    SegmentInput in{};
+    in.position = t[0].cast<int32_t>();
+    in.slot = kExternal;
+    if (t.size() == 4) {
+      in.arg = t[1].cast<int16_t>();
+      in.element = t[2].cast<int16_t>();
+      in.number_type = number_type(t[3].cast<std::string>());
+      in.storage = -1;
+    } else {
+      in.input = t[1].cast<int16_t>();
+      in.slot = t[2].cast<int32_t>();
+      in.written = t[3].cast<bool>();
+      in.storage = t[4].cast<int32_t>();
+      in.geometry = of_node.at(g->nodes[in.position])->inputs[in.input].geometry;
+    }
+    g->inputs.push_back(std::move(in));
+  }
+  for (int32_t slot : d["outputs"].cast<std::vector<int32_t>>()) {
+    int32_t node = s.program.node_of_slot(slot);
+    g->outputs.push_back({slot, of_node.at(node)->variant->outputs[slot - s.program.at(node).slot_base]});
+  }
+  for (size_t p = 0; p < g->nodes.size(); p++) {
+    auto it = of_node.find(g->nodes[p]);
+    if (it == of_node.end())
+      continue;
+    for (size_t k = 0; k < it->second->inputs.size(); k++) {
+      const auto& in = it->second->inputs[k];
+      if (it->second->node->kind != Kind::Compute)
+        continue; // nothing is executed: whoever uses a view is checked for the memory it sees
+      SegmentCheck c{static_cast<int32_t>(p), static_cast<int16_t>(k), in.slot, in.sid, -1};
+      if (in.slot < 0) {
+        auto e = external_inputs.find(in.external);
+        if (e == external_inputs.end())
+          continue;
+        c.segment_input = e->second;
+      }
+      g->checks.push_back(c);
+    }
+  }
+  for (auto h : d["number_checks"].cast<py::list>()) {
+    auto t = h.cast<py::tuple>();
+    auto p = t[0].cast<int32_t>();
+    auto a = t[1].cast<int16_t>();
+    g->number_checks.push_back({p, a, of_node.at(g->nodes[p])->args[a]});
+  }
+  return g;
+}
+
+void install_segments(Step& s, const std::vector<std::shared_ptr<Segment>>& segments) {
+  for (size_t n = 0; n < s.program.size(); n++)
+    s.program.at(static_cast<int32_t>(n)).segment = -1;
+  auto table = std::make_shared<SegmentTable>();
+  for (auto& g : segments) {
+    g->id = static_cast<int32_t>(table->by_id.size());
+    for (size_t p = 0; p < g->nodes.size(); p++) {
+      Node& n = s.program.at(g->nodes[p]);
+      n.segment = g->id;
+      n.position = static_cast<int32_t>(p);
+    }
+    table->by_id.push_back(g);
+  }
+  s.segments = std::move(table);
+}
+
 py::object fallback_of(Step& s) {
   if (!s.fallback)
     return py::none();
@@ -156,6 +281,57 @@ py::dict stats_of(Step& s) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace coexec;
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
+      .def(py::init([](const std::vector<int32_t>& nodes) { // not compiled: only its extent is known
+        auto g = std::make_shared<Segment>();
+        g->nodes = nodes;
+        return g;
+      }))
+      .def("load", [](Segment& g, const std::string& path) {
+        py::gil_scoped_release no_gil;
+        g.artifact = std::make_unique<torch::inductor::AOTIModelContainerRunnerCpu>(path, 1);
+      })
+      .def_readonly("id", &Segment::id)
+      .def_readonly("passes", &Segment::passes)
+      .def_readonly("runs", &Segment::runs)
+      .def_readonly("discards", &Segment::discards)
+      .def_readonly("last_discard", &Segment::last_discard)
+      .def_readonly("compiled_s", &Segment::compiled_s)
+      .def_readonly("replayed_s", &Segment::replayed_s)
+      .def_readonly("trial", &Segment::trial)
+      .def_property_readonly("slower", [](Segment& g) { return g.slower.load(); })
+      .def_property_readonly("compiled", [](Segment& g) { return g.artifact != nullptr; })
+      .def("unload", [](Segment& g) { g.artifact.reset(); });
+  py::class_<Capture, std::shared_ptr<Capture>>(m, "Capture")
+      .def(py::init([](int32_t segment, const std::string& path, bool generator, const py::list& items) {
+        auto c = std::make_shared<Capture>();
+        c->segment = segment;
+        c->path = path;
+        c->with_generator = generator;
+        for (auto h : items) { // (position, input, low, nbytes) or (position, arg, element, number type, 0)
+          auto t = h.cast<py::tuple>();
+          Capture::Item i{};
+          i.position = t[0].cast<int32_t>();
+          if (t.size() == 4) {
+            i.input = t[1].cast<int16_t>();
+            i.low = t[2].cast<int64_t>();
+            i.nbytes = t[3].cast<int64_t>();
+          } else {
+            i.input = -1;
+            i.arg = t[1].cast<int16_t>();
+            i.element = t[2].cast<int16_t>();
+            i.number_type = number_type(t[3].cast<std::string>());
+          }
+          c->items.push_back(i);
+        }
+        return c;
+      }))
+      .def_readonly("failed", &Capture::failed)
+      .def_readonly("generator_start", &Capture::generator_start)
+      .def_readonly("generator_nbytes", &Capture::generator_nbytes)
+      .def_property_readonly("starts", [](Capture& c) {
+        return tuple_of(c.items, [](const Capture::Item& i) { return py::int_(i.start); });
+      });
   py::class_<Step>(m, "Step", py::dynamic_attr())
       .def(py::init<>())
       .def("begin_trace", [](Step& s, py::handle args, int levels) {
@@ -182,14 +358,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("barrier", [](Step& s, const std::string& name, std::optional<at::Tensor> t, bool foreign) {
         translated([&] { s.barrier(name, t, foreign); });
       })
+      .def("description", &export_description)
+      .def("externals", &export_externals)
+      .def("make_segment", &make_segment)
+      .def("install_segments", &install_segments)
+      .def("survivors", [](Step& s) { return s.program.survivors(); })
+      .def("slot_of", [](Step& s, int32_t node, int32_t output) { return s.program.at(node).slot_base + output; })
+      .def("node_of_slot", [](Step& s, int32_t slot) { return s.program.node_of_slot(slot); })
+      .def("bytes_written", [](Step& s, int32_t node, int32_t input) -> int64_t {
+        auto& n = s.program.at(node); // of the latest shapes; a kind without shapes writes nothing
+        if (n.variants.empty())
+          return 0;
+        const auto& g = *n.variants.front().inputs[input];
+        int64_t count = 1;
+        for (auto x : g.sizes)
+          count *= x;
+        return count * static_cast<int64_t>(c10::elementSize(g.dtype));
+      })
+      .def_property("capture", [](Step& s) { return s.graph.capture; },
+                    [](Step& s, std::shared_ptr<Capture> c) { s.graph.capture = std::move(c); })
+      .def_readwrite("describing", &Step::describing)
       .def("chain", &chain_of)
       .def("stats", &stats_of)
       .def_property_readonly("fallback", &fallback_of)
       .def_readonly("has_trace", &Step::has_trace)
       .def_readonly("path", &Step::path)
       .def_readwrite("paused", &Step::paused)
-      .def_property("native_code_fills", [](Step& s) { return s.recorder.native_code_fills; },
-                    [](Step& s, bool v) { s.recorder.native_code_fills = v; })
       .def_property_readonly("phase", [](Step& s) { return static_cast<int>(s.phase); });
   m.def("active_step", [] { return active_step(); }, py::return_value_policy::reference);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });

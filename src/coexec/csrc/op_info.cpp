@@ -82,11 +82,23 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->name = s.overload_name().empty() ? s.name() : s.name() + "." + s.overload_name();
   i->name_hash = std::hash<std::string>()(i->name);
   i->n_returns = s.returns().size();
-  bool writes = false, object_list = false;
+  bool writes = false, object_list = false, any_tensor = false;
   for (const auto& a : s.arguments()) {
     bool w = a.alias_info() && a.alias_info()->isWrite();
     writes |= w;
-    i->args.push_back({classify(a), w});
+    i->args.push_back({classify(a), w, false});
+    any_tensor |= i->args.back().cls == ArgClass::Tensor || i->args.back().cls == ArgClass::TensorList;
+  }
+  for (size_t k = 0; k < i->args.size(); k++) {
+    auto t = s.arguments()[k].type();
+    if (auto o = t->cast<c10::OptionalType>())
+      t = o->getElementType();
+    if (auto l = t->cast<c10::ListType>())
+      t = l->getElementType();
+    bool integer = t->kind() == c10::TypeKind::IntType || t->kind() == c10::TypeKind::SymIntType;
+    // arange(end) takes Scalars for its size.
+    i->args[k].shapes = i->args[k].cls == ArgClass::Number &&
+        (integer || (t->kind() == c10::TypeKind::NumberType && !any_tensor));
   }
   bool tensor_returns = true, aliased = !s.returns().empty();
   for (const auto& r : s.returns()) {

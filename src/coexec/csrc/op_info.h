@@ -21,6 +21,7 @@ enum class ArgClass : uint8_t {
 struct ArgInfo {
   ArgClass cls;
   bool writes; // the schema says that this argument's memory is written
+  bool shapes; // a Number that can decide output metadata by its value; others only by their type (int, float)
 };
 
 struct OpInfo {

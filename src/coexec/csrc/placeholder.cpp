@@ -116,18 +116,38 @@ StorageRecord* record_of(const c10::StorageImpl* s) {
   return d.get_deleter() == &storage_died ? static_cast<StorageRecord*>(d.get_context()) : nullptr;
 }
 
-at::Tensor make_placeholder(std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes) {
+namespace {
+// Native code asks for a pointer to write through. The address before that is never mapped: a *read* through it, of
+// memory that nothing has filled, faults instead of giving a wrong number.
+void* const kNotMapped = reinterpret_cast<void*>(64);
+
+void native_access(c10::StorageImpl* s) {
+  auto* r = record_of(s);
+  if (!r)
+    return;
+  auto it = r->iteration;
+  it->wait_done(r->last_write + 1, false);
+  it->note_native_fill(r->sid);
+  resolve(r, c10::Storage(it->memory(r->sid)));
+}
+} // namespace
+
+at::Tensor make_placeholder(
+    std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes, bool native_may_fill) {
   auto* r = new StorageRecord();
   r->iteration = std::move(it);
   r->sid = slot;
   r->nbytes = nbytes;
   r->views.push_back({g, slot});
   auto st = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(nullptr, r, &storage_died, c10::Device(c10::kCPU)),
+      c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(native_may_fill ? kNotMapped : nullptr, r, &storage_died, c10::Device(c10::kCPU)),
       c10::GetCPUAllocator(), /*resizable=*/true);
   r->impl = st.get();
   // Never null to other native code: an access outside the dispatcher throws (StorageImpl's own mechanism).
-  st->release_data_and_set_meta_custom_data_ptr_error_msg_(kNoDataYet);
+  if (native_may_fill)
+    st->set_materializer(&native_access);
+  else
+    st->release_data_and_set_meta_custom_data_ptr_error_msg_(kNoDataYet);
   auto p = c10::make_intrusive<PlaceholderImpl>(
       c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), g, slot);
   p->attach(r);
@@ -169,6 +189,7 @@ void resolve(StorageRecord* r, const c10::Storage& real) {
   auto& d = const_cast<c10::StorageImpl*>(real.unsafeGetStorageImpl())->_mutable_data_ptr_no_checks();
   replace_data(r, c10::DataPtr(d.get(), keep, &release_memory, c10::Device(c10::kCPU)), real.nbytes());
   st->clear_data_ptr_access_error_msg_();
+  st->clear_materializer();
   r->iteration->record_resolved(r);
   delete r;
 }
@@ -176,6 +197,7 @@ void resolve(StorageRecord* r, const c10::Storage& real) {
 void fail(StorageRecord* r, const std::string& why) {
   make_ordinary(r);
   replace_data(r, c10::DataPtr(nullptr, c10::Device(c10::kCPU)), r->nbytes);
+  r->impl->clear_materializer();
   r->impl->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
   r->iteration->record_resolved(r);
   delete r;

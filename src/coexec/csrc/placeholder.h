@@ -76,7 +76,10 @@ inline StorageRecord* record_of(const c10::TensorImpl& t) {
 }
 
 // New unresolved memory, and a tensor over it.
-at::Tensor make_placeholder(std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes);
+// `native_may_fill`: memory of aten::empty, which native code above the dispatcher likes to fill through its pointer; the
+// first such access resolves it and notes it in the iteration.
+at::Tensor make_placeholder(
+    std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes, bool native_may_fill);
 // Another tensor over the same unresolved memory, as a view op returns it.
 at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geometry* g);
 

@@ -43,6 +43,13 @@ bool same_value(const c10::IValue& a, const c10::IValue& b) {
   return a == b;
 }
 
+bool same_shape_number(const ArgInfo& info, const c10::IValue& a, const c10::IValue& b) {
+  if (info.shapes)
+    return same_value(a, b);
+  return a.isInt() == b.isInt() && a.isDouble() == b.isDouble() && a.isBool() == b.isBool() &&
+      a.isNone() == b.isNone() && a.isComplexDouble() == b.isComplexDouble();
+}
+
 c10::IValue wrapped_value(const c10::TensorImpl& t) {
   const void* p = t.data();
   switch (t.dtype().toScalarType()) {

@@ -3,7 +3,9 @@
 #pragma once
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include "geometry.h"
 #include "location.h"
 #include "op_info.h"
@@ -39,7 +41,7 @@ struct Output {
 // Output metadata for one combination of input metadata.
 struct Variant {
   std::vector<const Geometry*> inputs; // per flattened input
-  std::vector<c10::IValue> numbers; // per Number argument that is no plain float (floats never decide a shape)
+  std::vector<c10::IValue> numbers; // per Number argument; see ArgInfo::shapes
   std::vector<const Geometry*> outputs; // null if undefined
   std::vector<size_t> nbytes; // of the storage, for fresh outputs
 };
@@ -64,6 +66,8 @@ struct Node {
 
 // Metadata and attribute match, shared by the PythonRunner and by recording.
 bool same_value(const c10::IValue& a, const c10::IValue& b);
+// Can `a` stand for `b` without changing output metadata?
+bool same_shape_number(const ArgInfo& info, const c10::IValue& a, const c10::IValue& b);
 // The number in a 0-dim tensor, read without the dispatcher (we are inside it).
 c10::IValue wrapped_value(const c10::TensorImpl& t);
 
@@ -84,7 +88,19 @@ class Program {
     return slot_node_[slot];
   }
 
+  // Memory (by slot) that Python was seen to hold beyond its segment. Written by either runner.
+  void note_survivor(int32_t slot) {
+    std::lock_guard<std::mutex> l(survivors_m_);
+    survivors_.insert(slot);
+  }
+  std::unordered_set<int32_t> survivors() {
+    std::lock_guard<std::mutex> l(survivors_m_);
+    return survivors_;
+  }
+
  private:
+  std::mutex survivors_m_;
+  std::unordered_set<int32_t> survivors_;
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<int32_t> slot_node_;
   int32_t slots_ = 0;

@@ -104,7 +104,7 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
     t.kind = Kind::Fetch;
   else if (info->always_sync || !plain || special || (guarded && info->may_raise))
     t.kind = Kind::Sync;
-  else if (info->allocates && native_code_fills)
+  else if (info->allocates && native_fills.count(location))
     t.kind = Kind::Host;
   std::vector<c10::IValue> before(args.begin(), args.end());
   {
@@ -287,7 +287,8 @@ void Recorder::classify_host_ops() {
   for (auto& t : ops) {
     if (t.node >= 0)
       continue;
-    if (eligible(t) && is_host(t.inputs[t.writes[0]].storage)) {
+    bool reads_host = t.kind == Kind::Fetch && !t.inputs.empty() && is_host(t.inputs[0].storage);
+    if (reads_host || (eligible(t) && is_host(t.inputs[t.writes[0]].storage))) {
       t.kind = Kind::Host;
       continue;
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include <c10/util/flat_hash_map.h>
 #include <torch/library.h>
+#include <unordered_set>
 #include "program.h"
 
 namespace coexec {
@@ -76,8 +77,8 @@ class Recorder {
   std::vector<TraceOp> ops;
   std::vector<TraceExternal> externals;
   bool complete = false;
-  // torch.distributed's native code fills fresh tensors through their pointers: they are real memory from the start.
-  bool native_code_fills = false;
+  // Locations of aten::empty whose memory native code fills through its pointer: real memory from the start.
+  std::unordered_set<uint64_t> native_fills;
 
  private:
   struct Known {

@@ -1,5 +1,6 @@
-// Compiled segments of the plan, as the GraphRunner runs them.
+// Segments of the plan as the GraphRunner runs them: a stretch of the log that a compiled artifact computes in one call.
 #pragma once
+#include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include "iteration.h"
 
 namespace coexec {
@@ -9,6 +10,87 @@ struct StepInputs {
   std::vector<at::Tensor> tensors;
 };
 
-struct SegmentTable {};
+// Where one input of the artifact comes from: an argument of the op at `position`.
+struct SegmentInput {
+  int32_t position; // of the first node that uses it, within the segment
+  int16_t input; // flattened input of that node (tensors)
+  int32_t slot; // value of an earlier segment, or kExternal
+  const Geometry* geometry; // null for a number
+  int16_t arg, element; // of the number
+  at::ScalarType number_type;
+  bool written; // the segment writes this memory
+  int32_t storage; // inputs with equal numbers shared memory when the artifact was compiled
+
+  // Prediction of an external, kept from iteration to iteration by the GraphRunner.
+  mutable int32_t step_argument = -1;
+  mutable c10::weak_intrusive_ptr<c10::StorageImpl> last{c10::intrusive_ptr<c10::StorageImpl>()};
+  mutable bool has_last = false;
+  mutable int misses = 0;
+};
+
+struct SegmentOutput {
+  int32_t slot; // the base value of its memory
+  const Geometry* geometry;
+};
+
+// What an argument of a node was when the artifact was compiled; anything else voids a run.
+struct SegmentCheck {
+  int32_t position;
+  int16_t input;
+  int32_t slot; // value of this or an earlier segment; kExternal: the segment's input `segment_input`
+  int32_t sid; // memory that the value lives in
+  int32_t segment_input;
+};
+
+struct SegmentNumberCheck { // a float that varied elsewhere but is a constant of this artifact
+  int32_t position;
+  int16_t arg;
+  c10::IValue value;
+};
+
+struct Segment {
+  int32_t id = -1;
+  std::vector<int32_t> nodes;
+  std::vector<const Variant*> variants; // per node; null where the op has none
+  bool commit = false; // writes in place, after Python validated all of it
+  bool random = false;
+  std::vector<SegmentInput> inputs;
+  std::vector<SegmentOutput> outputs;
+  std::vector<int32_t> mutated; // inputs whose new content follows the outputs (functional only)
+  std::vector<SegmentCheck> checks;
+  std::vector<SegmentNumberCheck> number_checks;
+  std::vector<int32_t> publishes; // positions of the Output Fetching ops served from inside
+  std::unique_ptr<torch::inductor::AOTIModelContainerRunnerCpu> artifact; // null: replayed
+  // Just adopted: compiled and replayed passes take turns, and the slower executor leaves (benefit is measured here, on
+  // live data and beside the user's Python, not in the compile process).
+  static constexpr int kTrialPasses = 16;
+  mutable int trial = kTrialPasses;
+  mutable std::vector<double> compiled_s, replayed_s;
+  mutable std::atomic<bool> slower{false};
+  mutable int64_t passes = 0; // whole passes of Python through it, by whatever executor
+  mutable int64_t runs = 0, discards = 0;
+  mutable std::string last_discard;
+};
+
+struct SegmentTable {
+  std::vector<std::shared_ptr<Segment>> by_id;
+};
+
+// A compiled run in progress: what it was started with. Read by the PythonRunner when it takes a published value.
+struct SegmentRun {
+  const Segment* segment;
+  int64_t base; // log index of the first node
+  std::vector<at::Tensor> used; // per input
+};
+
+// Does the log agree with what the run was started with, for the entries [from, to)? Returns the reason if not.
+std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to);
+
+at::Tensor segment_argument(const Entry& e, int16_t input); // an external one
+bool same_bytes(const at::Tensor& a, const at::Tensor& b);
+
+// Called inside a compiled graph, on the GraphRunner's thread.
+SegmentRun*& current_run();
+Iteration*& current_iteration();
 
 } // namespace coexec

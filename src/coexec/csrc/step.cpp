@@ -1,5 +1,6 @@
 #include "step.h"
 #include <ATen/SequenceNumber.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
@@ -52,6 +53,9 @@ void Step::begin(Phase p, std::vector<at::Tensor> step_arguments, int frame_leve
     current_ = &program.at(kStart);
     path.clear();
     log_index_.assign(program.size(), -1);
+    barrier_open_ = false;
+    description.clear();
+    external_descriptions.clear();
     external_writes_.clear();
     graph.start(it_, segments, StepInputs{step_arguments_});
   }
@@ -67,6 +71,13 @@ void Step::key_until_written(const at::Tensor& t) {
   keyed_.emplace_back(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(t.unsafeGetTensorImpl()));
 }
 
+// From now on these locations get real memory at once (recorded as HOST ops).
+void Step::learn_native_fills() {
+  for (int32_t sid : it_->native_fills)
+    recorder.native_fills.insert(program.at(program.node_of_slot(sid)).location);
+  it_->native_fills.clear();
+}
+
 void Step::drop_keys() {
   for (auto& w : keyed_)
     if (auto t = w.lock())
@@ -76,8 +87,14 @@ void Step::drop_keys() {
 
 void Step::leave() {
   drop_keys();
-  if (it_)
+  describing = false;
+  described_storages_.clear();
+  if (it_) {
     forget_pending_writes(it_.get());
+    learn_native_fills();
+    if (!fallback)
+      learn_survivors();
+  }
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   active_step() = nullptr;
   phase = Phase::Off;
@@ -87,6 +104,7 @@ void Step::leave() {
 
 void Step::finish() {
   std::exception_ptr error;
+  close_barrier();
   if (phase == Phase::Coexec) {
     try {
       const auto& c = current_->children;
@@ -141,6 +159,7 @@ void Step::settle() {
 void Step::drain() {
   if (phase != Phase::Coexec)
     return;
+  close_barrier();
   it_->wait_done(it_->size(), false);
 }
 
@@ -179,6 +198,7 @@ void Step::remember_sequence(uint64_t uid) {
 
 void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   uint64_t location = op_location();
+  close_barrier();
   if (phase == Phase::Coexec && follow(op, ks, stack, location))
     return;
   const OpInfo* info = op_info(op);
@@ -215,9 +235,7 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
         sync(n, op, ks, stack);
         return true;
       case Kind::Host:
-        advance(n);
-        it_->publish();
-        run_now(op, ks, stack);
+        run_unpublished(n, op, ks, stack);
         return true;
       default:
         break;
@@ -331,9 +349,9 @@ const Variant* Step::find_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
                              : matches(*v.inputs[k], *in_[k].tensor->unsafeGetTensorImpl());
     size_t number = 0;
     for (size_t i = 0; same && i < n.args.size(); i++)
-      if (n.args[i].type == Arg::Number && !args[i].isDouble()) {
+      if (n.args[i].type == Arg::Number) {
         if (n.args[i].fed)
-          same = number < v.numbers.size() && same_value(v.numbers[number], args[i]);
+          same = number < v.numbers.size() && same_shape_number(n.info->args[i], v.numbers[number], args[i]);
         number++;
       }
     if (same)
@@ -426,15 +444,18 @@ at::Tensor Step::hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10
     return args[o.same_arg].toTensor();
   int32_t slot = n.slot_base + static_cast<int32_t>(k);
   if (o.alias < 0) {
-    auto t = make_placeholder(it_, slot, v.outputs[k], v.nbytes[k]);
+    auto t = make_placeholder(it_, slot, v.outputs[k], v.nbytes[k], n.info->allocates);
+    it_->set_sid(slot, slot);
     it_->track(record_of(*t.unsafeGetTensorImpl()));
     record_of(*t.unsafeGetTensorImpl())->last_write = it_->size();
     return t;
   }
   auto* r = in_[o.alias].record;
   int32_t known = r->slot_of(v.outputs[k]);
-  if (known < 0)
+  if (known < 0) {
     r->views.push_back({v.outputs[k], slot});
+    it_->set_sid(slot, r->sid);
+  }
   return make_placeholder_view(*in_[o.alias].tensor, known < 0 ? slot : known, v.outputs[k]);
 }
 
@@ -471,6 +492,8 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
       l.push_back(hand_out(n, v, k++, args));
     results.emplace_back(std::move(l));
   }
+  if (describing)
+    describe(n, &v, e, args);
   torch::jit::drop(*stack, n.info->args.size());
   for (auto& r : results)
     stack->push_back(std::move(r));
@@ -490,7 +513,10 @@ void Step::view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::D
   StorageRecord* r = in_.empty() ? nullptr : in_[0].record;
   bool in_place = !n.outputs.empty() && n.outputs[0].same_arg >= 0 && n.info->handle->hasTag(at::Tag::inplace_view);
   advance(n);
+  it_->entry(it_->size()).variant = &v;
   if (!r) { // metadata only, on real memory
+    if (describing)
+      describe(n, &v, it_->entry(it_->size()), torch::jit::last(*stack, n_args));
     bool pending = !in_.empty() && external_writes_.count(storage_of(*in_[0].tensor));
     it_->publish();
     run_now(op, ks, stack);
@@ -502,17 +528,21 @@ void Step::view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::D
   }
   if (in_place) { // t_(), squeeze_() ...: changes this very tensor's geometry, touches no memory
     at::Tensor self = *in_[0].tensor;
-    it_->publish();
     run_now(op, ks, stack);
     const auto* g = v.outputs[0];
     int32_t known = r->slot_of(g);
-    if (known < 0)
+    if (known < 0) {
       r->views.push_back({g, n.slot_base});
+      it_->set_sid(n.slot_base, r->sid);
+    }
     if (typeid(*self.unsafeGetTensorImpl()) == typeid(PlaceholderImpl)) {
       auto* p = static_cast<PlaceholderImpl*>(self.unsafeGetTensorImpl());
       p->geometry = g;
       p->slot = known < 0 ? n.slot_base : known;
     }
+    if (describing)
+      describe(n, &v, it_->entry(it_->size()), {});
+    it_->publish();
     return;
   }
   auto args = torch::jit::last(*stack, n_args);
@@ -529,21 +559,43 @@ void Step::view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::D
       l.push_back(hand_out(n, v, k++, args));
     results.emplace_back(std::move(l));
   }
+  it_->entry(it_->size()).variant = &v;
+  if (describing)
+    describe(n, &v, it_->entry(it_->size()), args);
   torch::jit::drop(*stack, n_args);
   for (auto& x : results)
     stack->push_back(std::move(x));
   it_->publish();
 }
 
+at::Tensor Step::fetched_value(const In& in, int64_t index) {
+  stats.waits[static_cast<int>(Wait::Fetch)]++;
+  at::Tensor value;
+  int64_t needed = in.record->last_write + 1;
+  stats.stall_s += it_->wait_done_or_published(needed, index, &value);
+  if (it_->done() < needed && value.defined()) {
+    // From inside a compiled graph that runs ahead. It counts only if the graph was started with what Python meant.
+    std::optional<std::string> why;
+    it_->with_run([&](const SegmentRun& run) { why = disagreement(*it_, run, run.base, index); });
+    if (!why)
+      return value;
+    it_->void_run(*why);
+  }
+  wait(needed, Wait::Fetch);
+  return tensor_over(it_->memory(in.record->sid), *in.geometry);
+}
+
 // Output Fetching: a value goes to Python; the tensor stays a placeholder.
 void Step::fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   In in = in_[0];
   advance(n);
+  int64_t index = it_->size();
+  if (describing)
+    describe(n, nullptr, it_->entry(index), torch::jit::last(*stack, 1));
   it_->publish();
   stats.fetches++;
   if (in.record) {
-    wait(in.record->last_write + 1, Wait::Fetch);
-    stack->back() = tensor_over(it_->memory(in.record->sid), *in.geometry);
+    stack->back() = fetched_value(in, index);
   } else if (in.tensor->unsafeGetTensorImpl()->has_storage()) {
     auto w = external_writes_.find(storage_of(*in.tensor));
     if (w != external_writes_.end())
@@ -556,9 +608,30 @@ void Step::fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks,
 void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   wait(it_->size(), Wait::Sync);
   resolve_inputs();
+  run_unpublished(n, op, ks, stack);
+}
+
+// The GraphRunner must not pass an op that Python is still doing: it would read memory that the op writes, or draw
+// random numbers that the op draws first. So the entry is published afterwards; if the op raises, it never was.
+void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  Node* before = current_;
   advance(n);
+  try {
+    run_now(op, ks, stack);
+  } catch (...) {
+    path.pop_back();
+    log_index_[n.id] = -1;
+    current_ = before;
+    throw;
+  }
   it_->publish();
-  run_now(op, ks, stack);
+}
+
+void Step::close_barrier() {
+  if (barrier_open_) {
+    barrier_open_ = false;
+    it_->publish();
+  }
 }
 
 void Step::wait(int64_t n, Wait why) {
@@ -594,6 +667,7 @@ void Step::resolve_all() {
 
 // Cancels the graph, makes every placeholder ordinary, and goes on as the tracing phase from the op at hand.
 void Step::fall_back(const std::string& reason, const std::string& op, uint64_t location) {
+  close_barrier();
   fallback = Fallback{reason, op, location, current_->id};
   it_->wait_done(it_->size(), false);
   it_->close();
@@ -602,6 +676,7 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
     path.resize(at); // ops from the failed one on never happened
   drop_keys();
   forget_pending_writes(it_.get());
+  learn_native_fills();
   to_recorder();
   phase = Phase::Trace;
   has_trace = true;
@@ -638,6 +713,7 @@ void Step::to_recorder() {
 void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign) {
   const OpInfo* info = pseudo_op("coexec::" + name);
   uint64_t location = op_location();
+  close_barrier();
   if (phase == Phase::Coexec) {
     Node* next = nullptr;
     for (int32_t id : current_->children) {
@@ -654,7 +730,7 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
           resolve_inputs();
         }
       advance(*next);
-      it_->publish();
+      barrier_open_ = true; // until Python is back: it has yet to do what the barrier is for
     } else {
       fall_back("new path", info->name, location);
     }
@@ -714,13 +790,16 @@ void Step::extend(const std::vector<int32_t>& nodes) {
         p.push_back(slot);
     }
     Variant var;
+    std::vector<const ArgInfo*> number_info;
     for (size_t a = 0; a < t.args.size(); a++) {
       auto &seen = t.args[a], &known = n.args[a];
       known.snapshot |= seen.snapshot;
       if ((seen.type == Arg::Number || seen.type == Arg::Wrapped) && !same_value(seen.value, known.value))
         known.fed = true;
-      if (seen.type == Arg::Number && !seen.value.isDouble())
+      if (seen.type == Arg::Number) {
         var.numbers.push_back(seen.value);
+        number_info.push_back(&n.info->args[a]);
+      }
     }
     if (t.kind != Kind::Compute && t.kind != Kind::View)
       continue;
@@ -732,7 +811,7 @@ void Step::extend(const std::vector<int32_t>& nodes) {
     for (auto& v : n.variants) {
       bool same = v.inputs == var.inputs && v.numbers.size() == var.numbers.size();
       for (size_t k = 0; same && k < v.numbers.size(); k++)
-        same = same_value(v.numbers[k], var.numbers[k]);
+        same = same_shape_number(*number_info[k], v.numbers[k], var.numbers[k]);
       known |= same;
     }
     if (!known)

@@ -17,6 +17,27 @@ struct StepStats {
   double stall_s = 0;
 };
 
+// One op of a co-executed iteration, as a backend is told about it (backends/spec.py).
+struct OpDescription {
+  struct Input {
+    int32_t slot; // or kExternal
+    int32_t sid; // its memory, or -1
+    int32_t external; // number in Step::external_descriptions, or -1
+    const Geometry* geometry;
+  };
+  Node* node;
+  const Variant* variant;
+  std::vector<c10::IValue> args; // tensors left out
+  std::vector<Input> inputs;
+  std::vector<int32_t> out_slots; // value of each output (the first with its memory and geometry); -1 if undefined
+};
+
+struct ExternalDescription {
+  int32_t storage; // dense; equal numbers share memory
+  size_t nbytes;
+  const Geometry* geometry;
+};
+
 // Why an iteration left co-execution, and where.
 struct Fallback {
   std::string reason; // "new path", "new shapes", "early end" ...
@@ -54,6 +75,9 @@ class Step {
   std::vector<int32_t> path; // nodes of the last co-executed iteration
   std::unordered_map<uint64_t, LocationInfo> locations;
   bool paused = false;
+  bool describing = false; // fill `description` in this iteration
+  std::vector<OpDescription> description;
+  std::vector<ExternalDescription> external_descriptions;
 
  private:
   // One flattened tensor argument of the op at hand.
@@ -81,6 +105,12 @@ class Step {
   void fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void close_barrier();
+  at::Tensor fetched_value(const In& in, int64_t index);
+  void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
+  int32_t describe_external(const at::Tensor& t);
+  void learn_survivors();
   void wait(int64_t n, Wait why);
   void resolve_inputs();
   void resolve_record(StorageRecord* r);
@@ -90,6 +120,7 @@ class Step {
   void leave();
   void key_until_written(const at::Tensor& t);
   void drop_keys();
+  void learn_native_fills();
   void complete_iteration();
   void settle();
 
@@ -98,6 +129,8 @@ class Step {
   std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it
   uint64_t sequence_base_ = 0, last_backward_uid_ = 0;
   std::shared_ptr<Iteration> it_;
+  bool barrier_open_ = false;
+  std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
   std::vector<int64_t> log_index_; // per node, in this iteration
   c10::SmallVector<In, 8> in_; // of the op at hand

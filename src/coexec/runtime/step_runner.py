@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,17 +15,12 @@ from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.native import native_error, native_if_ready, new_step
 from coexec.runtime.history import History
 from coexec.runtime.policy import Phase, PhasePolicy
-from coexec.runtime.segments import SegmentManager
+from coexec.runtime.graph_view import GraphView
+from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
 
 MAX_NODES = 200_000
 """A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
-
-
-def distributed_is_initialized() -> bool:
-    """Returns whether a process group exists; importing torch.distributed for the question would be slow."""
-    distributed = sys.modules.get("torch.distributed")
-    return bool(distributed and distributed.is_available() and distributed.is_initialized())
 
 
 class StepRunner:
@@ -103,7 +97,6 @@ class StepRunner:
             return False
         if self._native is None:
             self._native = new_step(module)
-            self._native.native_code_fills = distributed_is_initialized()
         self._owner = threading.get_ident()
         if phase is Phase.CO_EXECUTION:
             self._started_s = time.perf_counter()
@@ -150,7 +143,15 @@ class StepRunner:
         if result.new_nodes or result.new_edges:
             self.segments.graph_changed()
 
+    def wait_compiled(self, timeout_s: float) -> bool:
+        """Blocks until background compilation has finished; the next call adopts it. False after `timeout_s`."""
+        return wait_compiled(self.segments, timeout_s)
+
     # ------------------------------------------------------------------------------------------------------ asking why
+
+    def graph_view(self) -> Any:
+        """Returns the TraceGraph, printable."""
+        return GraphView(self.graph)
 
     def phase(self) -> Phase:
         """Returns what the next call will do."""

@@ -1,0 +1,399 @@
+"""From one described iteration to what a backend compiles: SegmentSpec, and how the GraphRunner calls the artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coexec.backends.spec import (
+    ITEM_BYTES,
+    Arg,
+    Const,
+    FedNumber,
+    FedWrapped,
+    ListArg,
+    NumberInput,
+    Op,
+    Publish,
+    SegmentSpec,
+    Storage,
+    TensorArg,
+    TensorInput,
+    TensorListArg,
+    Undefined,
+    Value,
+    WrappedNumber,
+)
+from coexec.records import OpKind
+
+EXTERNAL_IDS = 1_000_000_000
+"""Value ids of externals start here; those of computed values are the Program's slots."""
+
+VIEW_IDS = 2_000_000_000
+"""Value ids of views that no op of the step made, but a `.data =` or an in-place metadata change."""
+
+
+class NotDescribableError(Exception):
+    """The segment holds something that a spec cannot say; it stays on replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedOp:
+    """One op of the described iteration; fields as csrc/module.cpp export_description gives them."""
+
+    node: int
+    kind: int
+    name: str
+    arg_types: list[tuple[str, bool, int, str, tuple[bool, ...]]]  # (type, fed, ArgClass, wrapped dtype, present)
+    values: list[Any]
+    inputs: list[tuple[int, int, dict[str, Any] | None]]  # (slot, external number, geometry)
+    outputs: list[tuple[int, int, bool, dict[str, Any] | None, int]]  # (slot, alias, same argument, geometry, nbytes)
+
+
+@dataclass(slots=True)
+class CapturedInput:
+    """Where the bytes of one input are found while the segment is replayed."""
+
+    position: int
+    input: int  # flattened input, or -1 for a number
+    arg: int = 0
+    element: int = -1
+    number_type: str = ""
+    storage: int = -1  # index in `SegmentSpec.storages`
+
+
+@dataclass(slots=True)
+class BuiltSegment:
+    """A segment ready to be compiled."""
+
+    spec: SegmentSpec
+    native: dict[str, Any]  # arguments of Step.make_segment
+    captured: list[CapturedInput]  # per input of the spec
+
+
+@dataclass(slots=True)
+class _Builder:
+    """State of one build."""
+
+    ops: dict[int, DescribedOp]
+    externals: Sequence[tuple[int, int, dict[str, Any]]]  # (storage, nbytes, geometry)
+    nbytes_of_slot: dict[int, int]
+    geometry_of_slot: dict[int, dict[str, Any]]
+    storage_of_slot: dict[int, int]  # memory (sid) of every value described so far
+    inputs: list[TensorInput | NumberInput] = field(default_factory=list)
+    native_inputs: list[tuple[Any, ...]] = field(default_factory=list)
+    captured: list[CapturedInput] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    storage_index: dict[tuple[str, int], int] = field(default_factory=dict)  # ("e"/"s", number) -> index
+    values: dict[int, Value] = field(default_factory=dict)
+    input_of_value: dict[int, int] = field(default_factory=dict)
+    spec_ops: list[Op] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)  # external storages (index) that are written
+    made: set[int] = field(default_factory=set)  # memory (sid) made in the segment
+    external_inputs: dict[int, int] = field(default_factory=dict)
+    number_checks: list[tuple[int, int]] = field(default_factory=list)
+    publishes: list[Publish] = field(default_factory=list)
+    next_view: int = VIEW_IDS
+
+
+def build_segment(
+    nodes: Sequence[int],
+    commit: bool,
+    description: Sequence[DescribedOp],
+    externals: Sequence[tuple[int, int, dict[str, Any]]],
+    survivors: set[int],
+    random_nodes: set[int],
+    writes: dict[int, tuple[int, ...]],
+    threads: int,
+) -> BuiltSegment:
+    """Returns the spec of the segment that consists of `nodes`.
+
+    Args:
+        nodes: of the segment, contiguous in the described path.
+        commit: writes in place, after validation.
+        description, externals: of one iteration that went through the segment.
+        survivors: slots whose memory was seen to be held beyond its segment.
+        random_nodes: nodes that draw from the default generator.
+        writes: input positions that a node writes.
+        threads: intra-op threads of the artifact.
+
+    Raises:
+        NotDescribableError: an op uses something that a spec cannot say.
+    """
+    by_node = {op.node: op for op in description}
+    builder = _Builder(by_node, externals, {}, {}, {})
+    _note_slots(builder, description)
+    for position, node in enumerate(nodes):
+        op = by_node.get(node)
+        if op is not None:
+            _add(builder, position, op, writes.get(node, ()))
+    outputs = [slot for slot in sorted(builder.made) if slot in survivors]
+    mutated = [
+        index
+        for index, entry in enumerate(builder.inputs)
+        if isinstance(entry, TensorInput) and entry.value.storage in builder.written
+    ]
+    spec = SegmentSpec(
+        storages=tuple(builder.storages),
+        inputs=tuple(builder.inputs),
+        ops=tuple(builder.spec_ops),
+        outputs=tuple(outputs),
+        mutated=tuple(mutated),
+        mode="commit" if commit else "functional",
+        publishes=tuple(builder.publishes),
+        random=any(node in random_nodes for node in nodes),
+        threads=threads,
+    )
+    native = {
+        "nodes": list(nodes),
+        "commit": commit,
+        "random": spec.random,
+        "inputs": [_mark_written(builder, index, entry) for index, entry in enumerate(builder.native_inputs)],
+        "outputs": outputs,
+        "mutated": mutated,
+        "external_inputs": builder.external_inputs,
+        "number_checks": builder.number_checks,
+        "publishes": [publish.channel for publish in builder.publishes],
+    }
+    return BuiltSegment(spec, native, builder.captured)
+
+
+def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
+    """Which memory every value of the iteration lives in."""
+    for op in description:
+        for slot, alias, _, geometry, nbytes in op.outputs:
+            if slot < 0 or geometry is None or slot in builder.geometry_of_slot:
+                continue
+            builder.geometry_of_slot[slot] = geometry
+            if alias < 0:
+                builder.storage_of_slot[slot] = slot
+                builder.nbytes_of_slot[slot] = nbytes
+            else:
+                base = op.inputs[alias][0]
+                builder.storage_of_slot[slot] = builder.storage_of_slot.get(base, base)
+
+
+def _mark_written(builder: _Builder, index: int, entry: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(entry) == 4:
+        return entry
+    position, flat, slot, _, storage = entry
+    return (position, flat, slot, storage in builder.written, storage)
+
+
+def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, ...]) -> None:
+    """Appends one op: bind its inputs, translate its arguments, define its outputs."""
+    kind = OpKind(op.kind)
+    if kind == OpKind.FETCH:
+        slot = op.inputs[0][0]
+        if slot in builder.values:  # else an earlier segment, or the outside, has it already
+            value = _value(builder, position, 0, op.inputs[0])
+            builder.publishes.append(Publish(len(builder.spec_ops) - 1, value, position))
+        return
+    if kind not in (OpKind.COMPUTE, OpKind.VIEW):
+        return
+    if kind == OpKind.VIEW and (not op.inputs or op.inputs[0][0] not in builder.values):
+        return  # a view of memory from before the segment is an input of whoever uses it
+    ids = [_value(builder, position, index, entry) for index, entry in enumerate(op.inputs)]
+    for index in writes:
+        storage = builder.values[ids[index]].storage
+        if builder.storages[storage].external:
+            builder.written.add(storage)
+    outs = tuple(_define(builder, op, ids, out) for out in op.outputs)
+    if kind == OpKind.VIEW and any(same for _, _, same, _, _ in op.outputs):
+        _as_strided(builder, ids[0], outs[0])  # t_(), squeeze_(): the tensor changed, the memory did not
+        return
+    args = _arguments(builder, position, op, ids)
+    builder.spec_ops.append(Op(op.name, tuple(args), outs))
+
+
+def _as_strided(builder: _Builder, source: int, out: Value | None) -> None:
+    if out is None:
+        return
+    args = (TensorArg(source), Const(out.sizes), Const(out.strides), Const(out.offset))
+    builder.spec_ops.append(Op("aten::as_strided", args, (out,)))
+
+
+def _value(builder: _Builder, position: int, index: int, entry: tuple[int, int, dict[str, Any] | None]) -> int:
+    """Returns the id of an op's input, made an input of the segment if nothing before defined it."""
+    slot, external, geometry = entry
+    if geometry is None:
+        raise NotDescribableError(f"input {index} of node at position {position} is no strided CPU tensor")
+    if slot < 0:
+        identity = EXTERNAL_IDS + external
+        if identity not in builder.values:
+            number, nbytes, _ = builder.externals[external]
+            _bind(builder, identity, ("e", number), nbytes, geometry, (position, index, -1))
+            builder.external_inputs[external] = builder.input_of_value[identity]
+        return identity
+    if slot not in builder.values:
+        memory = builder.storage_of_slot.get(slot, slot)
+        if builder.geometry_of_slot.get(slot) != geometry:
+            raise NotDescribableError(f"a value of an earlier segment is seen through another geometry: slot {slot}")
+        nbytes = builder.nbytes_of_slot.get(memory, 0)
+        _bind(builder, slot, ("s", memory), nbytes, geometry, (position, index, memory))
+        return slot
+    value = builder.values[slot]
+    if _geometry_of(value) == geometry:
+        return slot
+    builder.next_view += 1
+    view = _make_value(builder.next_view, value.storage, geometry)
+    builder.values[view.id] = view
+    _as_strided(builder, slot, view)
+    return view.id
+
+
+def _bind(
+    builder: _Builder, identity: int, memory: tuple[str, int], nbytes: int, geometry: dict[str, Any],
+    place: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """Makes a value an input of the segment."""
+    storage = builder.storage_index.get(memory)
+    if storage is None:
+        storage = builder.storage_index[memory] = len(builder.storages)
+        builder.storages.append(Storage(nbytes, True))
+    value = _make_value(identity, storage, geometry)
+    builder.values[identity] = value
+    builder.input_of_value[identity] = len(builder.inputs)
+    builder.inputs.append(TensorInput(value))
+    position, index, slot = place
+    builder.native_inputs.append((position, index, slot, False, storage))
+    builder.captured.append(CapturedInput(position, index, storage=storage))
+
+
+def _define(
+    builder: _Builder, op: DescribedOp, ids: list[int], out: tuple[int, int, bool, dict[str, Any] | None, int]
+) -> Value | None:
+    """Returns the value that an output is."""
+    slot, alias, same, geometry, nbytes = out
+    if geometry is None:
+        return None
+    if alias >= 0:
+        base = builder.values[ids[alias]]
+        if same and _geometry_of(base) == geometry:
+            return base
+        if slot < 0:
+            raise NotDescribableError(f"{op.name} returns a view of memory from outside")
+        value = builder.values.get(slot)
+        if value is None:
+            value = builder.values[slot] = _make_value(slot, base.storage, geometry)
+        return value
+    storage = builder.storage_index[("s", slot)] = len(builder.storages)
+    builder.storages.append(Storage(nbytes, False))
+    builder.made.add(slot)
+    value = builder.values[slot] = _make_value(slot, storage, geometry)
+    return value
+
+
+def _arguments(builder: _Builder, position: int, op: DescribedOp, ids: list[int]) -> list[Arg]:
+    args: list[Arg] = []
+    at = 0
+    for index, ((kind, fed, arg_class, dtype, present), value) in enumerate(
+        zip(op.arg_types, op.values, strict=True)
+    ):
+        if kind == "tensor":
+            args.append(TensorArg(ids[at]))
+            at += 1
+        elif kind == "list":
+            taken = sum(present)
+            members = iter(ids[at : at + taken])
+            at += taken
+            args.append(TensorListArg(tuple(next(members) if there else None for there in present), arg_class == 2))
+        elif kind == "undefined":
+            args.append(Undefined())
+        elif kind == "wrapped":
+            args.append(_wrapped(builder, position, index, fed, dtype, value))
+        elif kind == "number" and fed:
+            args.append(_fed(builder, position, index, value))
+        elif isinstance(value, tuple) and value[:1] == ("device",):
+            args.append(Const(value[1], "device"))
+        else:
+            args.append(Const(value))
+    return args
+
+
+def _wrapped(builder: _Builder, position: int, index: int, fed: bool, dtype: str, value: Any) -> Arg:
+    if not fed:
+        return WrappedNumber(value, dtype)
+    return FedWrapped(_number(builder, position, index, -1, value), dtype)
+
+
+def _fed(builder: _Builder, position: int, index: int, value: Any) -> Arg:
+    """A number that varies. Integers that decide sizes do not reach the artifact: another value is another variant."""
+    if isinstance(value, tuple):
+        if not value or not all(isinstance(item, float) for item in value):
+            return Const(value)
+        return ListArg(
+            tuple(FedNumber(_number(builder, position, index, k, item)) for k, item in enumerate(value))
+        )
+    if isinstance(value, float | complex):
+        return FedNumber(_number(builder, position, index, -1, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        builder.number_checks.append((position, index))
+    return Const(value)
+
+
+def _number(builder: _Builder, position: int, index: int, element: int, value: Any) -> int:
+    name = "bool" if isinstance(value, bool) else {int: "int64", float: "float64"}.get(type(value), "complex128")
+    builder.inputs.append(NumberInput(name))
+    builder.native_inputs.append((position, index, element, name))
+    builder.captured.append(CapturedInput(position, -1, index, element, name))
+    return len(builder.inputs) - 1
+
+
+def _make_value(identity: int, storage: int, geometry: dict[str, Any]) -> Value:
+    return Value(
+        identity, storage, geometry["dtype"], tuple(geometry["sizes"]), tuple(geometry["strides"]), geometry["offset"]
+    )
+
+
+def _geometry_of(value: Value) -> dict[str, Any]:
+    return {"dtype": value.dtype, "sizes": value.sizes, "strides": value.strides, "offset": value.offset}
+
+
+def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:
+    """Returns the items of a native Capture: one per storage (all its inputs together) and one per number."""
+    items: list[tuple[Any, ...]] = []
+    for storage, (low, high) in _touched(built.spec).items():
+        first = next(c for c in built.captured if c.storage == storage)
+        items.append((first.position, first.input, low, high - low))
+    items += [
+        (c.position, c.arg, c.element, c.number_type, 0) for c in built.captured if c.input < 0
+    ]
+    return items
+
+
+def snapshot_index(built: BuiltSegment, starts: Sequence[int], generator: tuple[int, int] | None) -> dict[str, Any]:
+    """Returns the JSON index (backends/snapshot.py) of a captured file; `starts` in the order of `capture_plan`."""
+    touched = _touched(built.spec)
+    storages = [
+        {"start": start, "nbytes": high - low} for start, (low, high) in zip(starts, touched.values(), strict=False)
+    ]
+    place = {storage: index for index, storage in enumerate(touched)}
+    numbers = iter(starts[len(touched) :])
+    tensors: list[dict[str, Any]] = []
+    for entry in built.spec.inputs:
+        if isinstance(entry, NumberInput):
+            storages.append({"start": next(numbers), "nbytes": ITEM_BYTES[entry.dtype]})
+            shape: dict[str, Any] = {"sizes": [], "strides": [], "offset": 0}
+            tensors.append({"storage": len(storages) - 1, "dtype": entry.dtype, **shape})
+            continue
+        value = entry.value
+        low = touched[value.storage][0]
+        tensors.append({
+            "storage": place[value.storage], "dtype": value.dtype, "sizes": list(value.sizes),
+            "strides": list(value.strides), "offset": value.offset - low // ITEM_BYTES[value.dtype],
+        })  # fmt: skip
+    described = None if generator is None else {"start": generator[0], "nbytes": generator[1]}
+    return {"storages": storages, "tensors": tensors, "generator": described}
+
+
+def _touched(spec: SegmentSpec) -> dict[int, tuple[int, int]]:
+    """Bytes [low, high) of every external storage that its inputs touch, by storage in order of first use."""
+    touched: dict[int, tuple[int, int]] = {}
+    for value in spec.input_values():
+        low, high = value.extent()
+        low = low // 16 * 16
+        known = touched.get(value.storage)
+        touched[value.storage] = (min(low, known[0]), max(high, known[1])) if known else (low, high)
+    return touched
