@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from coexec.backends.fed import NotLowerableError
 from coexec.backends.ops import written_values
-from coexec.backends.spec import SegmentSpec, TensorInput
+from coexec.backends.spec import SegmentSpec, SpecError, TensorInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,33 @@ def plan_inputs(spec: SegmentSpec) -> Plan:
         base = _base(spec, group)
         base_of |= dict.fromkeys(group, base)
     return Plan(base_of, tuple(sorted(set(base_of.values()))))
+
+
+def check_writes(spec: SegmentSpec) -> None:
+    """Raise SpecError if external memory is written that no input in `spec.mutated` covers: its content would be lost."""
+    values = spec.values()
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for position in spec.mutated:
+        value = spec.input_value(position)
+        covered.setdefault(value.storage, []).append(value.extent())
+    for index, op in enumerate(spec.ops):
+        for written in (values[v] for v in written_values(op)):
+            if spec.storages[written.storage].external and not _covers(
+                covered.get(written.storage, []), written.extent()
+            ):
+                raise SpecError(
+                    f"op {index} {op.op} writes value {written.id} in external storage {written.storage}, but no input "
+                    f"in `mutated` {spec.mutated} covers it (see UNDECLARED_WRITES for writes that no schema declares)"
+                )
+
+
+def _covers(ranges: list[tuple[int, int]], wanted: tuple[int, int]) -> bool:
+    """The union of `ranges` holds all of `wanted`."""
+    reached = wanted[0]
+    for low, high in sorted(ranges):
+        if low <= reached < high:
+            reached = high
+    return reached >= wanted[1]
 
 
 def _overlapping(spec: SegmentSpec, storage: int) -> list[list[int]]:

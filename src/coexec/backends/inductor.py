@@ -28,6 +28,7 @@ from torch.fx import Graph, GraphModule
 
 from coexec.backends.layout import prefer_channels_last
 from coexec.backends.lower import lower
+from coexec.backends.ops import draws
 from coexec.backends.publish import check_generated_code, place_publishes, register_publish
 from coexec.backends.spec import SegmentSpec
 
@@ -50,7 +51,7 @@ def options(spec: SegmentSpec, folder: Path) -> dict[str, Any]:
     return {
         "cpp_wrapper": True,
         "aot_inductor.output_path": str(folder / "segment.so"),
-        "fallback_random": True,  # eager's kernels draw: the same numbers, in program order
+        "fallback_random": any(draws(op) for op in spec.ops),  # eager's kernels draw, in program order
         "emulate_precision_casts": low,  # eager rounds to bfloat16 after every op
         "cpp.threads": spec.threads,
         "post_grad_custom_post_pass": _before_scheduling,

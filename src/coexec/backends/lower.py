@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coexec.backends.aliasing import Plan, plan_inputs
+from coexec.backends.aliasing import Plan, check_writes, plan_inputs
 from coexec.backends.draws import call_draw
 from coexec.backends.fed import NotLowerableError, call_fed, has_fed
-from coexec.backends.ops import call, decode, flatten_results, resolve, torch_dtype
+from coexec.backends.ops import call, decode, draws, flatten_results, resolve, torch_dtype
 from coexec.backends.publish import mark
 from coexec.backends.spec import NumberInput, Op, Publish, SegmentSpec, TensorInput, Value, check_spec, used_values
 
@@ -84,6 +84,7 @@ def lower(spec: SegmentSpec, decompositions: dict[Any, Any]) -> GraphModule:
         NotLowerableError: an op cannot be in a compiled segment.
     """
     check_spec(spec)
+    check_writes(spec)
     _refuse(spec)
     plan = plan_inputs(spec)
     with FakeTensorMode() as mode:
@@ -178,7 +179,7 @@ class _Lowering:
         named = decode(op, self.tensors.__getitem__, lambda value: self.recorded[value].offset)
         if has_fed(named):
             return flatten_results(call_fed(op.op, overload, named, self.functional.__getitem__))
-        if overload.random:
+        if draws(op):
             return call_draw(op, overload, named)
         if op.op in SPELLED_OUT:
             return SPELLED_OUT[op.op](named)

@@ -185,6 +185,16 @@ UNDECLARED_WRITES = {
 """Arguments that an op writes in training although its schema does not say so (seen: torch 2.13)."""
 
 
+def draws(op: Op) -> bool:
+    """The op draws random numbers, with these arguments: attention and dropout may be told not to."""
+    overload = resolve(op.op)
+    if not overload.random:
+        return False
+    constants = {p.name: a for p, a in zip(overload.parameters, op.args, strict=True)}
+    off = [constants.get(name) for name in ("dropout_p", "train", "training")]
+    return Const(0.0) not in off and Const(False) not in off
+
+
 def written_values(op: Op) -> list[int]:
     """Values whose memory the op writes."""
     overload = resolve(op.op)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from coexec.backends.ops import Fed, Overload, call, decode, resolve, torch_dtype
+from coexec.backends.ops import Fed, Overload, call, decode, draws, resolve, torch_dtype
 from coexec.backends.spec import Op, Publish, SegmentSpec, SpecError, Value
 from coexec.errors import CoexecError
 
@@ -117,7 +117,7 @@ class Run:
         for out, tensor in zip(op.outs, self.call(op, overload, named), strict=True):
             if out is not None:
                 assert tensor is not None
-                self.disturb(out, tensor, overload.random)
+                self.disturb(out, tensor, draws(op))
                 self.bind(out, tensor, op.op)
 
     def disturb(self, out: Value, tensor: torch.Tensor, random: bool) -> None:
@@ -132,7 +132,7 @@ class Run:
     def step_wide(self, op: Op, narrow: Run) -> None:
         """Run one op in float64, after `narrow` ran it: draws and integers are copied from there."""
         overload, named = self.prepare(op)
-        if overload.random:
+        if draws(op):
             return self.copy_draws(op, named, narrow)
         results = self.call(op, overload, {name: _widen_dtype(value) for name, value in named.items()})
         for out, tensor in zip(op.outs, results, strict=True):
