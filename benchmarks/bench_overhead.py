@@ -128,22 +128,23 @@ def per_op(chain: Callable[[], None], step: Any, rounds: int) -> dict[str, Any]:
 
 
 def tracing(chain: Callable[[], None], step: Any, rounds: int) -> dict[str, Any]:
-    """Returns microseconds per op of traced iterations: the first after `reset()`, and the later ones."""
-    new_us, covered_us, eager_us = [], [], []
+    """Returns microseconds per op of traced iterations: the first after `reset()`, and those that bring nothing new.
+
+    Merging into the TraceGraph is part of both, planning of the first. Each ratio is to an eager call just before.
+    """
+    figures: dict[str, list[float]] = {
+        "new_us_per_op": [],
+        "new_ratio": [],
+        "covered_us_per_op": [],
+        "covered_ratio": [],
+    }
     for _ in range(rounds):
+        eager_s = min(timed_s(chain) for _ in range(3))
         step.reset()
-        traced = traced_calls_s(step)
-        new_us.append(traced[0] / OPS * 1e6)
-        covered_us += [duration_s / OPS * 1e6 for duration_s in traced[1:]]
-        eager_us.append(timed_s(chain) / OPS * 1e6)
-    eager = median(eager_us)
-    figures = {"tracing_new_us_per_op": median(new_us), "tracing_new_ratio": median(new_us) / eager}
-    if covered_us:
-        figures |= {
-            "tracing_covered_us_per_op": median(covered_us),
-            "tracing_covered_ratio": median(covered_us) / eager,
-        }
-    return figures
+        for kind, duration_s in zip(("new", "covered"), traced_calls_s(step), strict=False):
+            figures[f"{kind}_us_per_op"].append(duration_s / OPS * 1e6)
+            figures[f"{kind}_ratio"].append(duration_s / eager_s)
+    return {f"tracing_{name}": median(values) for name, values in figures.items() if values}
 
 
 def traced_calls_s(step: Any) -> list[float]:

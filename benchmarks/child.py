@@ -133,6 +133,10 @@ class Worker:
 
     def do_warm(self, steps: int, timeout_s: float) -> dict[str, Any]:
         """Runs `steps` steps, waits for background compilation, and runs `steps` more, so that it is adopted."""
+        self._run(3)
+        deadline_s = time.monotonic() + timeout_s
+        while self._phase() == "building" and time.monotonic() < deadline_s:
+            time.sleep(0.2)
         self._run(steps)
         compiled = True
         if hasattr(self.runner.step, "wait_compiled"):

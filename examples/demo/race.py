@@ -13,13 +13,14 @@ import torch
 from examples.demo import variants
 from examples.demo.variants import Runner, Unavailable
 
-WARMUP_STEPS = 60
+FIRST_STEPS = 10  # before the native core is waited for
+WARMUP_STEPS = 60  # these included; before the compiled segments are waited for
 SETTLE_STEPS = 20  # after background compilation has finished, so that its result is adopted
 COMPILE_TIMEOUT_S = 150.0
 # A turn is a few steps of one variant. Its first step is not counted: it wakes threads and fills caches that the
 # other variants' turns have put to sleep and emptied.
 TURN_STEPS = 5
-FAST_FACTOR = 1.2  # a warm-up step is "fast" within this factor of the variant's final median ...
+FAST_FACTOR = 1.2  # a warm-up step is "fast" within this factor of what the variant gets at last ...
 FAST_RUN = 3  # ... if this many steps in a row are
 
 
@@ -80,7 +81,8 @@ class Lane:
         """Seconds from the first call to the end of the first step that is as fast as the variant gets, or None."""
         if self.median_s is None:
             return None
-        limit_s = FAST_FACTOR * self.median_s
+        settled_s = median(self.times_s[: len(self.ended_s)][-SETTLE_STEPS:])  # the machine may have been busier then
+        limit_s = FAST_FACTOR * max(self.median_s, settled_s)
         fast = [duration_s <= limit_s for duration_s in self.times_s[: len(self.ended_s)]]
         for index in range(len(fast) - FAST_RUN + 1):
             if all(fast[index : index + FAST_RUN]):
@@ -138,27 +140,34 @@ def one_line(error: Exception) -> str:
 
 
 def warm_up(lane: Lane, on_progress: Callable[[str, int], None]) -> None:
-    """Runs one lane alone; background compilation, if it has any, is waited for."""
+    """Runs one lane alone; what coexec compiles in the background is waited for, and its time counts."""
     started_s = time.perf_counter()
-    for _ in range(WARMUP_STEPS):
-        on_progress(f"{lane.variant}: warming up", 0)
-        lane.run(1, started_s)
-        on_progress(f"{lane.variant}: warming up", 1)
-    on_progress(f"{lane.variant}: waiting for the compiler", 0)
-    wait_for_compiler(lane)
-    for _ in range(SETTLE_STEPS):
-        lane.run(1, started_s)
-        on_progress(f"{lane.variant}: settling", 1)
+    stages = [("first steps", FIRST_STEPS), ("warming up", WARMUP_STEPS - FIRST_STEPS), ("settling", SETTLE_STEPS)]
+    waits = [wait_for_native_core, wait_for_compiler, None]
+    for (what, steps), wait in zip(stages, waits, strict=True):
+        for _ in range(steps):
+            lane.run(1, started_s)
+            on_progress(f"{lane.variant}: {what}", 1)
+        if wait is not None and isinstance(lane.runner and lane.runner.step, CoexecStep):
+            on_progress(f"{lane.variant}: waiting for the compiler", 0)
+            wait(lane)
+
+
+def wait_for_native_core(lane: Lane) -> None:
+    """Waits while the native core is being built (the first run on a machine)."""
+    step: Any = lane.runner.step if lane.runner else None
+    deadline_s = time.monotonic() + COMPILE_TIMEOUT_S
+    while step.stats().phase == "building" and time.monotonic() < deadline_s:
+        time.sleep(0.2)
 
 
 def wait_for_compiler(lane: Lane) -> None:
-    """Waits until coexec's background compilation has finished; the other variants have none."""
+    """Waits until background compilation of the segments has finished."""
     step: Any = lane.runner.step if lane.runner else None
-    if isinstance(step, CoexecStep):
-        try:
-            step.wait_compiled(COMPILE_TIMEOUT_S)
-        except Exception as error:
-            lane.fail(f"wait_compiled(): {one_line(error)}")
+    try:
+        step.wait_compiled(COMPILE_TIMEOUT_S)
+    except Exception as error:
+        lane.fail(f"wait_compiled(): {one_line(error)}")
 
 
 def take_turns(lanes: list[Lane], steps: int, on_progress: Callable[[str, int], None]) -> None:
