@@ -236,6 +236,18 @@ def test_a_fetch_ends_a_commit_segment() -> None:
     assert shape(segments) == [("functional", 20), ("commit", 1), ("functional", 3), ("commit", 1)]
 
 
+def test_a_small_write_before_a_fetch_is_copied_though_a_large_one_follows() -> None:
+    step = Step()
+    small, large = step.external(), step.external()
+    gradient = step.work(20)
+    step.write("sub_", small, gradient)
+    step.fetch(gradient)
+    step.write("big_sub_", large, gradient)
+    _, _, segments = cut(step)
+    assert shape(segments) == [("functional", 22), ("commit", 1)]
+    assert len(segments.segments[0].copied_writes) == 1
+
+
 def test_the_work_after_an_optimizer_need_not_wait_for_python() -> None:
     """A GAN: the generator's half runs ahead again."""
     step = Step()

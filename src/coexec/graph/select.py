@@ -22,9 +22,10 @@ def passed_last(allowed: set[Producer], passed: Mapping[int, int]) -> Producer |
     best, best_index, tie = None, -2, False
     for producer in allowed:
         index = -1 if producer[0] == EXTERNAL else passed.get(producer[0], -2)
-        tie = (tie and index <= best_index) or (index == best_index > -2)
         if index > best_index:
             best, best_index, tie = producer, index, False
+        elif index == best_index > -2:
+            tie = True
     return None if tie else best
 
 
