@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,14 @@ def test_part_imports_only_earlier_parts(part: str) -> None:
 def test_algorithms_import_no_torch(place: str) -> None:
     for file in python_files(place):
         assert not {name for name in imported_modules(file) if name.split(".")[0] == "torch"}, file
+
+
+def test_every_imported_package_is_a_declared_dependency() -> None:
+    project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=!\[;]", requirement)[0] for requirement in project["dependencies"]}
+    imported = {name.split(".")[0] for file in SOURCE.rglob("*.py") for name in imported_modules(file)}
+    third_party = imported - set(sys.stdlib_module_names) - {"coexec"}
+    assert third_party == declared
 
 
 def test_every_folder_says_what_it_takes_and_returns() -> None:

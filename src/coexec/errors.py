@@ -89,7 +89,7 @@ class CacheFolderError(MachineError, OSError):
 
 
 class NativeBuildError(MachineError, RuntimeError):
-    """The native core could not be built. `missing` names the tool (`g++`, `ninja`, `Python.h`), or is empty."""
+    """The native core could not be built. `missing` names the tool (`g++`, `Python.h`), or is empty."""
 
     def __init__(self, message: str, *, missing: str = "", log: str = "") -> None:
         super().__init__(message)
