@@ -260,6 +260,7 @@ py::dict stats_of(Step& s) {
   py::dict d;
   d["ops"] = s.stats.ops;
   d["traced_ops"] = s.stats.traced_ops;
+  d["inferred_shapes"] = s.stats.inferred_shapes;
   d["feeds"] = s.stats.feeds;
   d["fetches"] = s.stats.fetches;
   d["python_stall_s"] = s.stats.stall_s;

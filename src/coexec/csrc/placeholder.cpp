@@ -5,9 +5,6 @@
 
 namespace coexec {
 namespace {
-const std::string kNoDataYet =
-    "coexec: this tensor is still being computed and native code asked for its memory outside PyTorch's dispatcher; "
-    "call coexec.materialize(t) before handing it over";
 
 void storage_died(void* ctx) {
   auto* r = static_cast<StorageRecord*>(ctx);
@@ -117,8 +114,11 @@ StorageRecord* record_of(const c10::StorageImpl* s) {
 }
 
 namespace {
-// Native code asks for a pointer to write through. The address before that is never mapped: a *read* through it, of
-// memory that nothing has filled, faults instead of giving a wrong number.
+// Native code asks an unresolved storage for a pointer to write through: it is resolved on the spot. Typed accessors ask
+// first whether there is data: a null pointer makes them raise PyTorch's "data is not allocated yet", which StepRunner
+// explains. Memory of aten::empty says yes, because native code above the dispatcher fills it (`native_may_fill`); the
+// address is never mapped, so a *read* of memory that nothing has filled faults instead of giving a wrong number.
+// StorageImpl's own throwing flag is of no use: Tensor::is_alias_of reads the DataPtr of both storages.
 void* const kNotMapped = reinterpret_cast<void*>(64);
 
 void native_access(c10::StorageImpl* s) {
@@ -143,11 +143,7 @@ at::Tensor make_placeholder(
       c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(native_may_fill ? kNotMapped : nullptr, r, &storage_died, c10::Device(c10::kCPU)),
       c10::GetCPUAllocator(), /*resizable=*/true);
   r->impl = st.get();
-  // Never null to other native code: an access outside the dispatcher throws (StorageImpl's own mechanism).
-  if (native_may_fill)
-    st->set_materializer(&native_access);
-  else
-    st->release_data_and_set_meta_custom_data_ptr_error_msg_(kNoDataYet);
+  st->set_materializer(&native_access);
   auto p = c10::make_intrusive<PlaceholderImpl>(
       c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), g, slot);
   p->attach(r);
@@ -188,7 +184,6 @@ void resolve(StorageRecord* r, const c10::Storage& real) {
   auto* keep = new c10::Storage(real);
   auto& d = const_cast<c10::StorageImpl*>(real.unsafeGetStorageImpl())->_mutable_data_ptr_no_checks();
   replace_data(r, c10::DataPtr(d.get(), keep, &release_memory, c10::Device(c10::kCPU)), real.nbytes());
-  st->clear_data_ptr_access_error_msg_();
   st->clear_materializer();
   r->iteration->record_resolved(r);
   delete r;

@@ -58,7 +58,8 @@ struct Node {
   std::vector<int16_t> writes; // flattened inputs whose memory is written
   std::vector<std::vector<int32_t>> producers; // per flattened input: slots it may come from (kExternal included)
   std::vector<int32_t> children;
-  std::deque<Variant> variants; // stable addresses
+  enum class Meta : uint8_t { Untried, Trusted, Unusable } meta = Meta::Untried; // see shapes.cpp
+  std::deque<Variant> variants; // stable addresses; newest first
   int32_t slot_base = 0; // first slot of the outputs
   int32_t segment = -1; // segment it belongs to, and its position in it
   int32_t position = 0;

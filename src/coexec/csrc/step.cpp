@@ -74,7 +74,8 @@ void Step::key_until_written(const at::Tensor& t) {
 // From now on these locations get real memory at once (recorded as HOST ops).
 void Step::learn_native_fills() {
   for (int32_t sid : it_->native_fills)
-    recorder.native_fills.insert(program.at(program.node_of_slot(sid)).location);
+    if (const Node& n = program.at(program.node_of_slot(sid)); n.info->allocates)
+      recorder.native_fills.insert(n.location);
   it_->native_fills.clear();
 }
 
@@ -241,6 +242,8 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
         break;
     }
     const Variant* v = find_variant(n, args);
+    if (!v)
+      v = infer_variant(n, args);
     if (!v) {
       fall_back("new shapes", n.info->name, location);
       return false;

@@ -13,7 +13,7 @@ struct LocationInfo {
 };
 
 struct StepStats {
-  int64_t ops = 0, traced_ops = 0, feeds = 0, fetches = 0, waits[static_cast<int>(Wait::Count)] = {};
+  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, waits[static_cast<int>(Wait::Count)] = {};
   double stall_s = 0;
 };
 
@@ -95,6 +95,7 @@ class Step {
   bool follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
   bool match(const Node& n, c10::ArrayRef<c10::IValue> args);
   bool match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t element);
+  const Variant* infer_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);

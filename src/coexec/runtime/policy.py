@@ -69,3 +69,7 @@ class PhasePolicy:
         """Plain eager from now on, but for rare retries."""
         self.next_rest = self.LONGEST_REST
         self._leave_alone()
+
+    def settle(self) -> None:
+        """Plain eager for good."""
+        self.phase, self.rest = Phase.EAGER, 1 << 62

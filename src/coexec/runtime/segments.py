@@ -133,12 +133,12 @@ class SegmentManager:
         self._stale = False
         self.plan = assign_cases(graph)
         cut = cut_segments(graph, self.plan, native.bytes_written)
-        known = {segment.nodes: segment for segment in self.segments}
+        known = {(segment.nodes, segment.planned.kind): segment for segment in self.segments}
         module = type(native).__module__
         make = __import__("sys").modules[module].Segment
         self.segments = [
-            self._keep(known[planned.nodes], planned)
-            if planned.nodes in known
+            self._keep(known[planned.nodes, planned.kind], planned)
+            if (planned.nodes, planned.kind) in known
             else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), *_initial_state(planned))
             for planned in cut.segments
         ]

@@ -54,8 +54,9 @@ class StepRunner:
                 return function(*args, **kwargs)
             try:
                 result = function(*args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self._end(completed=False)
+                self._explain_native_access(error)
                 raise
             args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
             self._end(completed=True)
@@ -87,6 +88,16 @@ class StepRunner:
                 f"part a name of its own and compile only the outer function."
             )
         return function(*args, **kwargs)  # a step inside another step is part of the outer one
+
+    def _explain_native_access(self, error: BaseException) -> None:
+        """Native code outside the dispatcher met a tensor without data: say so, and never let it happen again."""
+        if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):
+            error.add_note(
+                "coexec: native code read a tensor that the graph was still computing. Call coexec.materialize(t) "
+                "before handing a tensor to it. This step runs as plain eager PyTorch from now on."
+            )
+            self.counters.fallbacks["native access"] += 1
+            self.policy.settle()
 
     # ------------------------------------------------------------------------------------------------ one iteration
 
@@ -140,7 +151,7 @@ class StepRunner:
         self.policy.learned(not result.covered, completed)
         if len(self.graph.nodes) > MAX_NODES:
             self.policy.give_up()
-        if result.new_nodes or result.new_edges:
+        if not result.covered:
             self.segments.graph_changed()
 
     def wait_compiled(self, timeout_s: float) -> bool:

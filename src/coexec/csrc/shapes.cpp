@@ -1,0 +1,137 @@
+// Output metadata for shapes that were never seen: the op's meta kernel, where it was seen to tell the truth.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include "step.h"
+
+namespace coexec {
+namespace {
+
+struct OnlyMeta {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_modes{c10::DispatchKeySet(
+      {kKey, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+       c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+       c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
+};
+
+at::Tensor on_meta(const Geometry& g) {
+  auto t = at::empty_strided(g.sizes, g.strides, at::TensorOptions().dtype(g.dtype).device(at::kMeta));
+  if (g.offset == 0)
+    return t;
+  // The offset decides nothing but the outputs' offset of views.
+  t.unsafeGetTensorImpl()->set_storage_offset(g.offset);
+  return t;
+}
+
+// Strides that CPU kernels choose by more than metadata rules: never guessed.
+bool chooses_layout(const std::string& name) {
+  return name.find("convolution") != std::string::npos || name.find("mkldnn") != std::string::npos ||
+      name.find("fft") != std::string::npos || name.find("linalg") != std::string::npos ||
+      name.find("attention") != std::string::npos || name.find("lstm") != std::string::npos;
+}
+} // namespace
+
+// Runs the meta kernel on inputs of these geometries; fills `v->outputs` and `v->nbytes`. False if it cannot.
+static bool run_meta(const Node& n, c10::ArrayRef<c10::IValue> args, Variant* v) {
+  OnlyMeta guards;
+  torch::jit::Stack stack;
+  std::vector<at::Tensor> inputs;
+  size_t k = 0;
+  auto next = [&] {
+    inputs.push_back(on_meta(*v->inputs[k++]));
+    return inputs.back();
+  };
+  for (size_t i = 0; i < args.size(); i++) {
+    const Arg& a = n.args[i];
+    if (a.type == Arg::Tensor) {
+      stack.emplace_back(next());
+    } else if (a.type == Arg::List && n.info->args[i].cls == ArgClass::TensorList) {
+      c10::List<at::Tensor> l;
+      for (bool p : a.present)
+        l.push_back(p ? next() : at::Tensor());
+      stack.emplace_back(std::move(l));
+    } else if (a.type == Arg::List) {
+      c10::List<std::optional<at::Tensor>> l;
+      for (bool p : a.present)
+        l.push_back(p ? std::optional<at::Tensor>(next()) : std::nullopt);
+      stack.emplace_back(std::move(l));
+    } else if (args[i].isDevice()) {
+      stack.emplace_back(at::Device(at::kMeta));
+    } else {
+      stack.push_back(args[i]);
+    }
+  }
+  n.info->handle->callBoxed(&stack);
+  std::vector<at::Tensor> outs;
+  for (auto& r : stack) {
+    if (r.isTensor())
+      outs.push_back(r.toTensor());
+    else if (r.isTensorList())
+      for (const at::Tensor& t : r.toTensorList())
+        outs.push_back(t);
+    else
+      return false;
+  }
+  if (outs.size() != n.outputs.size())
+    return false;
+  for (size_t o = 0; o < outs.size(); o++) {
+    if (outs[o].defined() != n.outputs[o].defined)
+      return false;
+    if (!outs[o].defined()) {
+      v->outputs.push_back(nullptr);
+      v->nbytes.push_back(0);
+      continue;
+    }
+    // Aliasing is a property of the op (a copy instead of a view would be another op): it must show here, too.
+    const auto* st = outs[o].storage().unsafeGetStorageImpl();
+    int16_t alias = n.outputs[o].alias;
+    bool aliases = false;
+    for (auto& in : inputs)
+      aliases |= in.storage().unsafeGetStorageImpl() == st;
+    if (aliases != (alias >= 0))
+      return false;
+    v->outputs.push_back(intern_of(*outs[o].unsafeGetTensorImpl()));
+    v->nbytes.push_back(st->nbytes());
+  }
+  return true;
+}
+
+const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
+  constexpr size_t kMaxVariants = 512;
+  if (n.meta == Node::Meta::Unusable || n.variants.empty() || n.variants.size() >= kMaxVariants || !n.info->handle ||
+      chooses_layout(n.info->name))
+    return nullptr;
+  try {
+    if (n.meta == Node::Meta::Untried) {
+      // Does the meta kernel agree with what really happened for the shapes seen?
+      const Variant& seen = n.variants.front();
+      Variant again;
+      again.inputs = seen.inputs;
+      std::vector<c10::IValue> old(args.begin(), args.end());
+      size_t number = 0;
+      for (size_t i = 0; i < n.args.size(); i++)
+        if (n.args[i].type == Arg::Number)
+          old[i] = seen.numbers[number++];
+      bool agrees = run_meta(n, old, &again) && again.outputs == seen.outputs;
+      n.meta = agrees ? Node::Meta::Trusted : Node::Meta::Unusable;
+      if (!agrees)
+        return nullptr;
+    }
+    Variant v;
+    for (auto& in : in_)
+      v.inputs.push_back(in.geometry ? in.geometry : intern_of(*in.tensor->unsafeGetTensorImpl()));
+    for (size_t i = 0; i < n.args.size(); i++)
+      if (n.args[i].type == Arg::Number)
+        v.numbers.push_back(args[i]);
+    if (!run_meta(n, args, &v))
+      return nullptr;
+    n.variants.push_front(std::move(v));
+    stats.inferred_shapes++;
+    return &n.variants.front();
+  } catch (const std::exception&) { // no meta kernel, or one that needs data; eager will say what is wrong, if anything
+    n.meta = Node::Meta::Unusable;
+    return nullptr;
+  }
+}
+} // namespace coexec
