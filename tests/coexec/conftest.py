@@ -1,0 +1,36 @@
+"""One native build for all tests, one thread, and an end for tests that hang."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import coexec
+from coexec.intercept.build import build
+from coexec.intercept.native import native_if_ready
+
+HANG_S = 60.0  # a test of this folder takes a second or two
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_core() -> None:
+    """Steps co-execute from the first call on: the build has tests of its own."""
+    build(verbose=False)
+    assert native_if_ready() is not None
+
+
+@pytest.fixture(autouse=True)
+def quiet_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Small tensors on one thread; a deadlock shows where it hangs and ends the run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    limit_s = HANG_S if request.node.get_closest_marker("compile") is None else 10 * HANG_S
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    torch.set_num_threads(threads)
+    coexec.reset()
