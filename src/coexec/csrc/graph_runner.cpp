@@ -25,7 +25,7 @@ struct BelowEverything {
 
 void fill_placeholders(Iteration& it, Entry& e) {
   for (const auto& p : e.patches) {
-    at::Tensor t = tensor_over(it.memory(p.sid), *p.geometry);
+    at::Tensor t = tensor_over(p.external ? c10::Storage(p.external) : it.memory(p.sid), *p.geometry);
     auto& v = e.args[p.arg];
     if (p.element < 0)
       v = std::move(t);
@@ -64,7 +64,7 @@ GraphRunner::~GraphRunner() {
   stop();
 }
 
-void GraphRunner::start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, StepInputs inputs) {
+void GraphRunner::start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs) {
   std::unique_lock<std::mutex> l(m_);
   if (!thread_.joinable())
     thread_ = std::thread([this] { loop(); });
@@ -118,7 +118,7 @@ void GraphRunner::loop() {
     run_iteration();
     std::lock_guard<std::mutex> l(m_);
     it_.reset();
-    inputs_.tensors.clear();
+    inputs_.clear();
     state_.reset();
     busy_ = false;
     idle_cv_.notify_all();
@@ -222,17 +222,18 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
   if (in.misses >= 2)
     return at::Tensor();
   c10::Storage storage;
-  if (in.step_argument >= 0 && static_cast<size_t>(in.step_argument) < inputs_.tensors.size()) {
-    const auto& t = inputs_.tensors[in.step_argument];
-    if (!t.has_storage() || is_special(*t.unsafeGetTensorImpl()))
+  if (in.step_argument >= 0 && static_cast<size_t>(in.step_argument) < inputs_.size()) {
+    const auto& x = inputs_[in.step_argument];
+    auto s = x.alive.lock();
+    if (!s)
       return at::Tensor();
-    storage = t.storage();
-    if (is_foreign(storage.unsafeGetStorageImpl())) { // other code may write it meanwhile: see same_bytes in segment.cpp
-      at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
-      copy.copy_(tensor_over(storage, *intern_of(*t.unsafeGetTensorImpl())));
+    storage = c10::Storage(std::move(s));
+    if (is_foreign(x.storage)) { // other code may write it meanwhile: see same_bytes in segment.cpp
+      at::Tensor copy = at::empty_strided(x.geometry->sizes, x.geometry->strides, at::TensorOptions().dtype(x.geometry->dtype));
+      copy.copy_(tensor_over(storage, *x.geometry));
       return matches(*in.geometry, *copy.unsafeGetTensorImpl()) ? copy : at::Tensor();
     }
-    if (!matches(*in.geometry, *t.unsafeGetTensorImpl()))
+    if (x.geometry != in.geometry)
       return at::Tensor();
   } else if (in.has_last) {
     auto s = in.last.lock();
@@ -385,12 +386,11 @@ void GraphRunner::capture_inputs(Entry& e) {
         i.start = append(f, t.const_data_ptr(), t.nbytes());
       }
     } else {
-      const Patch* patch = nullptr;
-      for (auto& q : e.patches)
-        if (q.input == i.input)
-          patch = &q;
-      at::Tensor t = patch ? at::Tensor() : segment_argument(e, i.input);
-      c10::Storage st = patch ? it_->memory(patch->sid) : t.defined() ? t.storage() : c10::Storage();
+      at::Tensor t = segment_argument(e, i.input);
+      c10::Storage st = t.defined() ? t.storage() : c10::Storage();
+      for (auto& p : e.patches)
+        if (p.input == i.input && !p.external)
+          st = it_->memory(p.sid);
       if (st.unsafeGetStorageImpl() && static_cast<int64_t>(st.nbytes()) >= i.low + i.nbytes)
         i.start = append(f, static_cast<const char*>(st.data()) + i.low, i.nbytes);
     }
@@ -504,13 +504,13 @@ void GraphRunner::remember_sources(const Segment& s, int64_t at) {
       continue;
     auto* p = t.storage().unsafeGetStorageImpl();
     in.step_argument = -1;
-    for (size_t k = 0; k < inputs_.tensors.size(); k++) {
-      const auto& x = inputs_.tensors[k];
-      if (!x.has_storage() || is_special(*x.unsafeGetTensorImpl()) || record_of(*x.unsafeGetTensorImpl()))
+    for (size_t k = 0; k < inputs_.size(); k++) {
+      const auto& x = inputs_[k];
+      auto alive = x.storage ? x.alive.lock() : c10::intrusive_ptr<c10::StorageImpl>();
+      if (!alive)
         continue;
-      auto* xs = x.storage().unsafeGetStorageImpl();
-      bool same = xs == p && matches(*in.geometry, *x.unsafeGetTensorImpl());
-      bool copied = !same && is_foreign(xs) && same_bytes(t, tensor_over(x.storage(), *intern_of(*x.unsafeGetTensorImpl())));
+      bool same = x.storage == p && x.geometry == in.geometry;
+      bool copied = !same && is_foreign(x.storage) && same_bytes(t, tensor_over(c10::Storage(alive), *x.geometry));
       if (same || copied)
         in.step_argument = static_cast<int32_t>(k);
     }
@@ -540,6 +540,7 @@ void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, st
     Entry& e = it.entry(at + static_cast<int64_t>(p));
     it.release_frees(e);
     e.args.clear();
+    e.patches.clear();
   }
   s.runs++;
   it.set_done(at + static_cast<int64_t>(s.nodes.size()));
@@ -553,5 +554,6 @@ void GraphRunner::execute(Entry& e) {
   e.node->info->handle->callBoxed(&e.args);
   keep_outputs(*it_, e, e.args);
   e.args.clear();
+  e.patches.clear();
 }
 } // namespace coexec

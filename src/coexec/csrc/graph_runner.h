@@ -36,7 +36,7 @@ class GraphRunner {
   explicit GraphRunner(Program* program) : program_(program) {}
   ~GraphRunner();
   // Takes over the caller's thread state and starts on the iteration at once.
-  void start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, StepInputs inputs);
+  void start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs);
   // Blocks until the current iteration is left (its log is closed and executed, or failed).
   void join_iteration();
   void stop(); // ends the thread
@@ -69,7 +69,7 @@ class GraphRunner {
   bool stop_ = false, busy_ = false;
   std::shared_ptr<Iteration> it_; // set under m_; owned by the thread while busy_
   std::shared_ptr<const SegmentTable> segments_;
-  StepInputs inputs_;
+  std::vector<StepInput> inputs_;
   std::optional<at::ThreadLocalState> state_;
   int threads_ = 0;
   bool flush_denormal_ = false;

@@ -10,7 +10,7 @@
 namespace coexec {
 namespace {
 constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration
-constexpr int64_t kWakeBatch = 32; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
+constexpr int64_t kWakeBatch = 64; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
 
 
 double since(Clock::time_point t) {
@@ -55,8 +55,32 @@ void check_signals() {
 }
 } // namespace
 
-Iteration::Iteration(size_t slots) : memory_(slots), records_(slots, nullptr), death_(slots, INT64_MAX), sid_of_(slots, -1) {
+void Iteration::reset(size_t slots) {
   chunks_.reserve(kMaxChunks);
+  size_.store(0);
+  done_.store(0);
+  failed_at_.store(-1);
+  closed_.store(false);
+  graph_sleeps_.store(false);
+  python_waits_for_.store(INT64_MAX);
+  python_wants_.store(-1);
+  demanded.store(false);
+  error_ = nullptr;
+  memory_.assign(slots, c10::Storage());
+  if (records_.size() != slots)
+    records_ = std::vector<std::atomic<StorageRecord*>>(slots);
+  for (auto& r : records_)
+    r.store(nullptr, std::memory_order_relaxed);
+  death_.assign(slots, INT64_MAX);
+  sid_of_.assign(slots, -1);
+  owner_ = std::this_thread::get_id();
+  own_frees_.clear();
+  pending_frees_.clear();
+  has_frees_.store(false);
+  published_.clear();
+  native_fills.clear();
+  run_ = nullptr;
+  run_void_.store(false);
 }
 
 Iteration::~Iteration() = default;
@@ -68,9 +92,11 @@ Entry& Iteration::next_entry() {
     chunks_.push_back(std::make_unique<Entry[]>(1 << kBits));
   }
   Entry& e = entry(n);
+  e.frees.assign(own_frees_.begin(), own_frees_.end());
+  own_frees_.clear();
   if (has_frees_.load(std::memory_order_relaxed)) {
     std::lock_guard<std::mutex> l(records_m_);
-    e.frees.assign(pending_frees_.begin(), pending_frees_.end());
+    e.frees.append(pending_frees_.begin(), pending_frees_.end());
     pending_frees_.clear();
     has_frees_.store(false, std::memory_order_relaxed);
   }
@@ -80,14 +106,14 @@ Entry& Iteration::next_entry() {
 void Iteration::publish() {
   int64_t n = size_.load(std::memory_order_relaxed) + 1;
   size_.store(n, std::memory_order_release);
-  if (n - done_.load(std::memory_order_relaxed) >= kWakeBatch && graph_sleeps_.load(std::memory_order_relaxed))
+  if (graph_sleeps_.load(std::memory_order_relaxed) && (!lazy || demanded.load()) && n - done_.load(std::memory_order_relaxed) >= kWakeBatch)
     flush();
 }
 
 void Iteration::flush() {
   // Full barrier: our size_ store and the GraphRunner's graph_sleeps_ store must not miss each other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (graph_sleeps_.load(std::memory_order_relaxed)) {
+  if (graph_sleeps_.load(std::memory_order_relaxed) && graph_sleeps_.exchange(false)) { // one signal per sleep
     std::lock_guard<std::mutex> l(m_);
     graph_cv_.notify_one();
   }
@@ -113,8 +139,10 @@ bool Iteration::wait_entry(int64_t i, double* stalled_s) {
       graph_sleeps_.store(true);
       std::atomic_thread_fence(std::memory_order_seq_cst);
       // The time limit bounds what a batched wake-up can leave lying when Python computes something else for long.
-      while (!ready())
+      while (!ready()) {
         graph_cv_.wait_for(l, std::chrono::milliseconds(1));
+        graph_sleeps_.store(true);
+      }
       graph_sleeps_.store(false);
     }
     *stalled_s += since(t0);
@@ -232,8 +260,7 @@ double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* v
       std::unique_lock<std::mutex> l(m_);
       python_waits_for_.store(n);
       std::atomic_thread_fence(std::memory_order_seq_cst);
-      if (graph_sleeps_.load())
-        graph_cv_.notify_one();
+      graph_cv_.notify_one();
       auto until = Clock::now() + std::chrono::milliseconds(50);
       while (done_.load() < n && failed_at_.load() < 0 && Clock::now() < until) {
         if (value) {
@@ -257,38 +284,36 @@ double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* v
 }
 
 void Iteration::track(StorageRecord* r) {
-  std::lock_guard<std::mutex> l(records_m_);
-  records_[r->sid] = r;
-  death_[r->sid] = INT64_MAX;
+  records_[r->sid].store(r, std::memory_order_relaxed);
 }
 
 void Iteration::storage_died(StorageRecord* r) {
-  std::lock_guard<std::mutex> l(records_m_);
-  records_[r->sid] = nullptr;
   death_[r->sid] = size_.load(std::memory_order_relaxed);
-  pending_frees_.push_back(r->sid);
-  has_frees_.store(true, std::memory_order_relaxed);
+  record_resolved(r);
 }
 
+// A resolved one stays alive: death_ keeps INT64_MAX. In both cases the GraphRunner drops its own reference.
 void Iteration::record_resolved(StorageRecord* r) {
+  records_[r->sid].store(nullptr, std::memory_order_release);
+  if (std::this_thread::get_id() == owner_) {
+    own_frees_.push_back(r->sid);
+    return;
+  }
   std::lock_guard<std::mutex> l(records_m_);
-  records_[r->sid] = nullptr; // it stays alive: death_ keeps INT64_MAX
   pending_frees_.push_back(r->sid);
   has_frees_.store(true, std::memory_order_relaxed);
 }
 
 std::vector<StorageRecord*> Iteration::live_records() {
-  std::lock_guard<std::mutex> l(records_m_);
   std::vector<StorageRecord*> live;
-  for (auto* r : records_)
-    if (r)
-      live.push_back(r);
+  for (auto& r : records_)
+    if (auto* p = r.load(std::memory_order_acquire))
+      live.push_back(p);
   return live;
 }
 
 bool Iteration::record_alive(int32_t sid) {
-  std::lock_guard<std::mutex> l(records_m_);
-  return records_[sid] != nullptr;
+  return records_[sid].load(std::memory_order_acquire) != nullptr;
 }
 
 void Iteration::release_frees(Entry& e) {

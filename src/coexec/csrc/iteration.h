@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <thread>
 #include "placeholder.h"
 #include "program.h"
 
@@ -13,14 +14,16 @@ namespace coexec {
 
 using Clock = std::chrono::steady_clock;
 
-// A placeholder among the arguments: the GraphRunner puts the real tensor there before the call.
+// A tensor among the arguments: the GraphRunner makes it, over the real memory, before the call. We never keep the
+// user's TensorImpl (autograd decides by reference counts), only memory.
 struct Patch {
   int16_t arg; // position on the op's stack
   int16_t element; // position in the tensor list, or -1
   int16_t input; // flattened input
-  int32_t slot; // value that Python really passed
-  int32_t sid; // memory it lives in
+  int32_t slot; // value that Python really passed; kExternal: `external`
+  int32_t sid; // memory it lives in, or -1
   const Geometry* geometry;
+  c10::intrusive_ptr<c10::StorageImpl> external; // memory from outside
 };
 
 struct Entry {
@@ -36,7 +39,9 @@ enum class Wait : uint8_t { Fetch, Sync, StepEnd, Fallback, ForeignWrite, CaseSe
 
 class Iteration {
  public:
-  explicit Iteration(size_t slots);
+  Iteration() = default;
+  // For a new iteration; nobody else may hold it.
+  void reset(size_t slots);
   ~Iteration();
 
   // --- PythonRunner
@@ -142,7 +147,10 @@ class Iteration {
   static constexpr int kBits = 8;
   static constexpr int64_t kMask = (1 << kBits) - 1;
   std::vector<std::unique_ptr<Entry[]>> chunks_; // capacity reserved: never reallocates while both runners run
-  std::atomic<int64_t> size_{0}, done_{0}, failed_at_{-1};
+  // Each runner polls what the other one stores: not on one cache line.
+  alignas(64) std::atomic<int64_t> size_{0};
+  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<int64_t> failed_at_{-1};
   std::atomic<bool> closed_{false}, graph_sleeps_{false};
   std::atomic<int64_t> python_waits_for_{INT64_MAX};
   std::mutex m_;
@@ -151,9 +159,11 @@ class Iteration {
 
   std::vector<c10::Storage> memory_; // by sid; written by the GraphRunner, read by Python after done()
   std::mutex records_m_; // deaths may come from any thread
-  std::vector<StorageRecord*> records_; // by sid
+  std::vector<std::atomic<StorageRecord*>> records_; // by sid
   std::vector<int64_t> death_;
   std::vector<int32_t> sid_of_; // by slot; written by Python before it publishes the op
+  std::thread::id owner_; // the PythonRunner's thread: its own frees need no lock
+  c10::SmallVector<int32_t, 8> own_frees_;
   std::vector<int32_t> pending_frees_;
   std::atomic<bool> has_frees_{false};
   std::vector<std::pair<int64_t, at::Tensor>> published_;

@@ -63,6 +63,9 @@ std::pair<py::tuple, py::tuple> attributes(const std::vector<Arg>& args) {
       case Arg::Number:
         numbers.append(to_python(a.value));
         break;
+      case Arg::Object:
+        st.append(py::bool_(a.value.toBool()));
+        break;
       case Arg::Tensor:
         break;
     }
@@ -131,7 +134,7 @@ py::list export_description(Step& s) {
     py::list types, values, inputs, outs, nbytes, present;
     for (size_t i = 0; i < d.node->args.size() && i < d.args.size(); i++) {
       const Arg& a = d.node->args[i];
-      const char* names[] = {"tensor", "undefined", "wrapped", "list", "static", "number"};
+      const char* names[] = {"tensor", "undefined", "wrapped", "list", "static", "number", "object"};
       types.append(py::make_tuple(names[a.type], a.fed, static_cast<int>(d.node->info->args[i].cls),
                                   py::str(a.type == Arg::Wrapped ? torch::getTHPDtype(a.wrapped_dtype)->name : ""),
                                   tuple_of(a.present, [](bool p) { return py::bool_(p); })));
@@ -338,12 +341,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("begin_trace", [](Step& s, py::handle args, int levels) {
         std::vector<at::Tensor> tensors;
         collect_tensors(args, &tensors, 0);
-        translated([&] { s.begin(Phase::Trace, std::move(tensors), levels, false); });
+        translated([&] { s.begin(Phase::Trace, tensors, levels, false); });
       })
       .def("begin_coexec", [](Step& s, py::handle args, int levels, bool lazy) {
         std::vector<at::Tensor> tensors;
         collect_tensors(args, &tensors, 0);
-        translated([&] { s.begin(Phase::Coexec, std::move(tensors), levels, lazy); });
+        translated([&] { s.begin(Phase::Coexec, tensors, levels, lazy); });
       })
       .def("finish", [](Step& s) { translated([&] { s.finish(); }); })
       .def("abort", [](Step& s) { translated([&] { s.abort(); }); })
@@ -379,6 +382,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property("capture", [](Step& s) { return s.graph.capture; },
                     [](Step& s, std::shared_ptr<Capture> c) { s.graph.capture = std::move(c); })
       .def_readwrite("describing", &Step::describing)
+      .def("key_until_left", &Step::key_until_left)
       .def("chain", &chain_of)
       .def("stats", &stats_of)
       .def_property_readonly("fallback", &fallback_of)

@@ -111,6 +111,7 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->decompose = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   i->is_fetch = s.name() == "aten::_local_scalar_dense";
   i->is_view = aliased && !writes;
+  i->bumps_version = writes && !op.hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView);
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
   i->may_raise = checks_values(base);
   static const std::unordered_set<std::string> allocating = {

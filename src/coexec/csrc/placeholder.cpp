@@ -8,9 +8,10 @@ namespace {
 
 void storage_died(void* ctx) {
   auto* r = static_cast<StorageRecord*>(ctx);
-  r->iteration->storage_died(r);
+  auto it = std::move(r->iteration); // may be the last reference: goes after the record
+  it->storage_died(r);
   {
-    std::lock_guard<std::mutex> l(r->lock);
+    std::lock_guard<SpinLock> l(r->lock);
     for (auto* p = r->impls; p; p = p->next)
       p->record = nullptr;
     r->impls = nullptr;
@@ -52,7 +53,7 @@ void PlaceholderImpl::release_resources() {
 }
 
 void PlaceholderImpl::attach(StorageRecord* r) {
-  std::lock_guard<std::mutex> l(r->lock);
+  std::lock_guard<SpinLock> l(r->lock);
   record = r;
   next = r->impls;
   link = &r->impls;
@@ -67,7 +68,7 @@ void PlaceholderImpl::detach_from_record() {
   StorageRecord* r = record;
   if (!r)
     return;
-  std::lock_guard<std::mutex> l(r->lock);
+  std::lock_guard<SpinLock> l(r->lock);
   if (!record)
     return;
   *link = next;
@@ -146,7 +147,9 @@ at::Tensor make_placeholder(
   st->set_materializer(&native_access);
   auto p = c10::make_intrusive<PlaceholderImpl>(
       c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), g, slot);
-  p->attach(r);
+  p->record = r; // not shared yet: no lock
+  p->link = &r->impls;
+  r->impls = p.get();
   return at::Tensor(std::move(p));
 }
 
@@ -161,7 +164,7 @@ at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geo
 
 namespace {
 void make_ordinary(StorageRecord* r) {
-  std::lock_guard<std::mutex> l(r->lock);
+  std::lock_guard<SpinLock> l(r->lock);
   for (auto* p = r->impls; p; p = p->next) {
     p->drop_key();
     p->record = nullptr;

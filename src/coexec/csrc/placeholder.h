@@ -16,6 +16,21 @@ constexpr auto kKey = c10::DispatchKey::Fake;
 class Iteration;
 struct PlaceholderImpl;
 
+// Held for a few instructions at most, and taken several times per op.
+class SpinLock {
+ public:
+  void lock() {
+    while (flag_.test_and_set(std::memory_order_acquire)) {
+    }
+  }
+  void unlock() {
+    flag_.clear(std::memory_order_release);
+  }
+
+ private:
+  std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
+};
+
 // A value of the iteration: slot numbers are the Program's (node output) or -1.
 struct RecordedView {
   const Geometry* geometry;
@@ -30,7 +45,7 @@ struct StorageRecord {
   c10::StorageImpl* impl = nullptr; // not owned: the StorageImpl owns us
   c10::SmallVector<RecordedView, 2> views; // first slot per geometry; written by the PythonRunner only
   int64_t last_write; // log index of the latest op that wrote this memory
-  std::mutex lock; // guards `impls`: placeholders may die on any thread
+  SpinLock lock; // guards `impls`: placeholders may die on any thread
   PlaceholderImpl* impls = nullptr; // intrusive list of the placeholder impls over this storage
 
   int32_t slot_of(const Geometry* g) const {

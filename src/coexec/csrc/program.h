@@ -24,6 +24,7 @@ struct Arg {
     List, // tensor list; `present[i]` says whether element i is a flattened input
     Static, // must be equal
     Number, // must be equal unless `fed`
+    Object, // Generator, Storage ...: only whether there is one (the op is SYNC, it gets Python's own)
   } type;
   bool fed = false; // seen to vary: any value matches
   bool snapshot = false; // the external is written by the PythonRunner (host op): copied when it is passed on

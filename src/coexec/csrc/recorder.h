@@ -143,6 +143,8 @@ bool encode_args(const OpInfo& info, c10::ArrayRef<c10::IValue> stack, std::vect
         a.value = v;
         break;
       case ArgClass::Object:
+        a.type = Arg::Object;
+        a.value = !v.isNone();
         plain &= v.isNone();
         break;
     }

@@ -13,25 +13,12 @@ Iteration*& current_iteration() {
 }
 
 namespace {
-at::Tensor external_argument(const Entry& e, int16_t input) {
-  // Flattened inputs that are placeholders are patches; the others are tensors on the entry's stack, in order.
-  int16_t k = 0;
-  for (size_t i = 0; i < e.args.size(); i++) {
-    const Arg& a = e.node->args[i];
-    if (a.type == Arg::Tensor) {
-      if (k++ == input)
-        return e.args[i].isTensor() ? e.args[i].toTensor() : at::Tensor();
-    } else if (a.type == Arg::List) {
-      for (size_t j = 0; j < a.present.size(); j++)
-        if (a.present[j] && k++ == input) {
-          auto v = e.args[i].toListRef()[j];
-          return v.isTensor() ? v.toTensor() : at::Tensor();
-        }
-    }
-  }
-  return at::Tensor();
+const Patch* patch_of(const Entry& e, int16_t input) {
+  for (const auto& p : e.patches)
+    if (p.input == input)
+      return &p;
+  return nullptr;
 }
-
 } // namespace
 
 // Copies of foreign memory: the very bytes decide.
@@ -40,15 +27,10 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
       a.is_non_overlapping_and_dense() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-namespace {
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
-}
-
-} // namespace
 
 at::Tensor segment_argument(const Entry& e, int16_t input) {
-  return external_argument(e, input);
+  const Patch* p = patch_of(e, input);
+  return p && p->external ? tensor_over(c10::Storage(p->external), *p->geometry) : at::Tensor();
 }
 
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to) {
@@ -66,20 +48,17 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
     if (i < from || i >= to)
       continue;
     Entry& e = it.entry(i);
-    const Patch* patch = nullptr;
-    for (const auto& q : e.patches)
-      if (q.input == c.input)
-        patch = &q;
+    const Patch* patch = patch_of(e, c.input);
     if (c.slot >= 0) {
       if (!patch || patch->slot != c.slot || patch->sid != c.sid)
         return "another value at " + e.node->info->name;
       continue;
     }
-    if (patch)
+    if (!patch || !patch->external)
       return "a computed value where memory from outside was, at " + e.node->info->name;
-    at::Tensor now = external_argument(e, c.input);
     const at::Tensor& used = run.used[c.segment_input];
-    if (!now.defined() || !(same_memory(now, used) || same_bytes(now, used)))
+    if (patch->external.get() != used.storage().unsafeGetStorageImpl() &&
+        !same_bytes(segment_argument(e, c.input), used))
       return "another tensor at " + e.node->info->name;
   }
   for (const auto& c : s.number_checks) {

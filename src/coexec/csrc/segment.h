@@ -5,9 +5,12 @@
 
 namespace coexec {
 
-// The tensors among the step's arguments, in flattening order: they predict the inputs of segments that run ahead.
-struct StepInputs {
-  std::vector<at::Tensor> tensors;
+// One of the tensors among the step's arguments, in flattening order: they predict the inputs of segments that run ahead.
+// Weak: a step that drops its batch frees it.
+struct StepInput {
+  c10::weak_intrusive_ptr<c10::StorageImpl> alive{c10::intrusive_ptr<c10::StorageImpl>()};
+  c10::StorageImpl* storage = nullptr; // identity; null if it is no ordinary strided CPU tensor
+  const Geometry* geometry = nullptr;
 };
 
 // Where one input of the artifact comes from: an argument of the op at `position`.

@@ -33,22 +33,31 @@ Step::~Step() {
 
 // ---------------------------------------------------------------------------------------------- iteration boundaries
 
-void Step::begin(Phase p, std::vector<at::Tensor> step_arguments, int frame_levels, bool lazy) {
+void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy) {
   frame_ = step_frame(frame_levels);
   phase = p;
   fallback.reset();
   has_trace = p == Phase::Trace;
-  step_arguments_ = std::move(step_arguments);
+  step_arguments_.clear();
+  for (const auto& t : step_arguments) {
+    auto* impl = t.unsafeGetTensorImpl();
+    step_arguments_.emplace_back(); // keeps its place: predictions go by position
+    if (is_special(*impl) || record_of(*impl))
+      continue;
+    auto* s = impl->unsafe_storage().unsafeGetStorageImpl();
+    step_arguments_.back() = {c10::weak_intrusive_ptr<c10::StorageImpl>(
+                                  c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)), s, intern_of(*impl)};
+  }
   uid_of_sequence_.clear();
   sequence_base_ = at::sequence_number::peek();
   last_backward_uid_ = 0;
   if (p == Phase::Trace) {
-    std::vector<c10::StorageImpl*> args;
-    for (auto& t : step_arguments_)
-      args.push_back(t.has_storage() ? storage_of(t) : nullptr);
-    recorder.begin(std::move(args));
+    recorder.begin(argument_storages());
   } else {
-    it_ = std::make_shared<Iteration>(program.slots());
+    it_ = std::move(spare_);
+    if (!it_)
+      it_ = std::make_shared<Iteration>();
+    it_->reset(program.slots());
     it_->lazy = lazy;
     current_ = &program.at(kStart);
     path.clear();
@@ -57,7 +66,7 @@ void Step::begin(Phase p, std::vector<at::Tensor> step_arguments, int frame_leve
     description.clear();
     external_descriptions.clear();
     external_writes_.clear();
-    graph.start(it_, segments, StepInputs{step_arguments_});
+    graph.start(it_, segments, step_arguments_);
   }
   active_step() = this;
   c10::impl::tls_set_dispatch_key_included(kKey, true);
@@ -79,11 +88,23 @@ void Step::learn_native_fills() {
   it_->native_fills.clear();
 }
 
+void Step::key_until_left(const at::Tensor& t) {
+  if (t.key_set().has(kKey) && typeid(*t.unsafeGetTensorImpl()) != typeid(PlaceholderImpl))
+    keyed_.emplace_back(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(t.unsafeGetTensorImpl()));
+}
+
 void Step::drop_keys() {
   for (auto& w : keyed_)
     if (auto t = w.lock())
       clear_stale_key(t.get());
   keyed_.clear();
+}
+
+std::vector<c10::StorageImpl*> Step::argument_storages() const {
+  std::vector<c10::StorageImpl*> storages;
+  for (const auto& a : step_arguments_)
+    storages.push_back(a.storage);
+  return storages;
 }
 
 void Step::leave() {
@@ -99,6 +120,8 @@ void Step::leave() {
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   active_step() = nullptr;
   phase = Phase::Off;
+  if (it_ && it_.use_count() == 1) // no placeholder is left that refers to it
+    spare_ = std::move(it_);
   it_.reset();
   step_arguments_.clear();
 }
@@ -174,7 +197,9 @@ void Step::abandon() {
 
 uint64_t Step::op_location() {
   uint64_t h = location_hash(frame_);
-  if (auto node = torch::autograd::get_current_node()) {
+  auto node = torch::autograd::get_current_node();
+  in_backward_ = node.defined();
+  if (in_backward_) {
     // All of a backward pass has one Python location: the op that made the node tells its ops apart.
     uint64_t seq = node->sequence_nr();
     uint64_t by = last_backward_uid_; // AccumulateGrad has no number of its own: it follows what fed it
@@ -191,7 +216,7 @@ void Step::remember_sequence(uint64_t uid) {
   uint64_t now = at::sequence_number::peek();
   if (now > sequence_base_ && now - sequence_base_ > uid_of_sequence_.size())
     uid_of_sequence_.resize(now - sequence_base_, uid);
-  if (torch::autograd::get_current_node())
+  if (in_backward_)
     last_backward_uid_ = uid;
 }
 
@@ -339,6 +364,10 @@ bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
         if (!a.fed && !same_value(a.value, v))
           return false;
         break;
+      case Arg::Object:
+        if (a.value.toBool() == v.isNone())
+          return false;
+        break;
     }
   }
   return true;
@@ -376,65 +405,51 @@ void Step::advance(Node& n) {
   remember_sequence(n.uid);
 }
 
-// An argument from outside, as the GraphRunner may hold it: never the user's TensorImpl (autograd decides by reference
-// counts), and a copy if other code can change the memory before the graph runs.
-c10::IValue Step::pass_on(const Node& n, const In& in) {
-  auto* impl = in.tensor->unsafeGetTensorImpl();
-  Geometry g{impl->dtype().toScalarType(), impl->storage_offset(), {}, {}};
-  g.sizes.assign(impl->sizes().begin(), impl->sizes().end());
-  g.strides.assign(impl->strides().begin(), impl->strides().end());
-  at::Tensor t = tensor_over(in.tensor->storage(), g);
-  bool written = n.info->args[in.arg].writes;
-  if (!written && (n.args[in.arg].snapshot || is_foreign(storage_of(*in.tensor)))) {
-    stats.feeds++;
-    // Same strides: kernels may depend on them. The copy goes through the kernel directly.
-    c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
-    at::AutoDispatchBelowADInplaceOrView g2;
-    at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
-    copy.copy_(t);
-    return copy;
-  }
-  return t;
+// An argument from outside, as the GraphRunner may hold it: a copy if other code can change the memory before the graph
+// runs, or if the PythonRunner itself will (host ops).
+Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry) {
+  auto* s = storage_of(*in.tensor);
+  Patch p{in.arg, in.element, static_cast<int16_t>(k), kExternal, -1, geometry,
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
+  if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s)))
+    return p;
+  stats.feeds++;
+  // Same strides: kernels may depend on them. The copy goes through the kernel directly.
+  c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor t = tensor_over(in.tensor->storage(), *geometry);
+  at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
+  copy.copy_(t);
+  p.geometry = intern_of(*copy.unsafeGetTensorImpl());
+  p.external = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(copy));
+  return p;
 }
 
-void Step::prepare_args(Node& n, Entry& e, c10::ArrayRef<c10::IValue> args) {
-  e.args.clear();
-  e.args.reserve(args.size());
-  size_t k = 0;
-  auto place = [&](int16_t arg, int16_t element) -> c10::IValue {
+void Step::prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack) {
+  for (size_t k = 0; k < in_.size(); k++) {
     const In& in = in_[k];
-    if (in.record) {
-      e.patches.push_back({arg, element, static_cast<int16_t>(k), in.slot, in.record->sid, in.geometry});
-      k++;
-      return c10::IValue();
-    }
-    k++;
-    return pass_on(n, in);
-  };
-  for (size_t i = 0; i < args.size(); i++) {
+    if (in.record)
+      e.patches.push_back({in.arg, in.element, static_cast<int16_t>(k), in.slot, in.record->sid, in.geometry, {}});
+    else
+      e.patches.push_back(pass_on(n, in, k, v.inputs[k]));
+  }
+  auto n_args = n.info->args.size();
+  auto first = stack->size() - n_args;
+  e.args.clear();
+  e.args.reserve(n_args);
+  for (size_t i = 0; i < n_args; i++) {
     const Arg& a = n.args[i];
-    auto arg = static_cast<int16_t>(i);
-    if (a.type == Arg::Tensor) {
-      e.args.push_back(place(arg, -1));
-    } else if (a.type == Arg::List && n.info->args[i].cls == ArgClass::TensorList) {
-      c10::List<at::Tensor> l;
-      l.reserve(a.present.size());
-      for (size_t j = 0; j < a.present.size(); j++) {
-        auto v = a.present[j] ? place(arg, static_cast<int16_t>(j)) : c10::IValue();
-        l.push_back(v.isTensor() ? v.toTensor() : at::Tensor());
-      }
-      e.args.push_back(std::move(l));
-    } else if (a.type == Arg::List) {
+    if (a.type == Arg::Tensor)
+      e.args.emplace_back();
+    else if (a.type == Arg::List && n.info->args[i].cls == ArgClass::TensorList)
+      e.args.emplace_back(c10::List<at::Tensor>(std::vector<at::Tensor>(a.present.size())));
+    else if (a.type == Arg::List) {
       c10::List<std::optional<at::Tensor>> l;
-      l.reserve(a.present.size());
-      for (size_t j = 0; j < a.present.size(); j++) {
-        auto v = a.present[j] ? place(arg, static_cast<int16_t>(j)) : c10::IValue();
-        l.push_back(v.isTensor() ? std::optional<at::Tensor>(v.toTensor())
-                        : a.present[j] ? std::optional<at::Tensor>(at::Tensor()) : std::nullopt);
-      }
-      e.args.push_back(std::move(l));
+      for (bool p : a.present)
+        l.push_back(p ? std::optional<at::Tensor>(at::Tensor()) : std::nullopt);
+      e.args.emplace_back(std::move(l));
     } else {
-      e.args.push_back(args[i]);
+      e.args.push_back((*stack)[first + i]);
     }
   }
 }
@@ -468,9 +483,11 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
   int64_t index = it_->size();
   Entry& e = it_->entry(index);
   e.variant = &v;
-  prepare_args(n, e, args);
+  prepare_args(n, v, e, stack);
   bool foreign_write = false;
   for (int16_t w : n.writes) {
+    if (n.info->bumps_version)
+      in_[w].tensor->unsafeGetTensorImpl()->bump_version();
     if (in_[w].record) {
       in_[w].record->last_write = index;
     } else {
@@ -481,8 +498,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
       foreign_write |= is_foreign(s);
     }
   }
-  std::vector<c10::IValue> results;
-  results.reserve(n.returns.size());
+  c10::SmallVector<c10::IValue, 3> results;
   size_t k = 0;
   for (int32_t r : n.returns) {
     if (r < 0) {
@@ -688,13 +704,10 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
 }
 
 void Step::to_recorder() {
-  std::vector<c10::StorageImpl*> args;
-  for (auto& t : step_arguments_)
-    args.push_back(t.has_storage() ? storage_of(t) : nullptr);
   std::vector<Node*> prefix;
   for (int32_t id : path)
     prefix.push_back(&program.at(id));
-  recorder.begin_with_prefix(std::move(args), prefix);
+  recorder.begin_with_prefix(argument_storages(), prefix);
   for (auto* r : it_->live_records()) {
     auto views = r->views;
     c10::Storage storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(r->impl));

@@ -52,7 +52,8 @@ class Step {
   ~Step();
 
   // --- called by runtime/ with the GIL
-  void begin(Phase phase, std::vector<at::Tensor> step_arguments, int frame_levels, bool lazy);
+  void begin(Phase phase, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy);
+  void key_until_left(const at::Tensor& t); // an ordinary tensor took the key over (`p.data = placeholder`)
   void finish(); // the step returned: all writes done, all placeholders ordinary; throws a kernel's error
   void abort(); // the step raised
   void drain(); // before fork, in the middle of a step
@@ -99,8 +100,8 @@ class Step {
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
-  c10::IValue pass_on(const Node& n, const In& in);
-  void prepare_args(Node& n, Entry& e, c10::ArrayRef<c10::IValue> args);
+  Patch pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry);
+  void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
   at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
   void view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
@@ -122,14 +123,16 @@ class Step {
   void key_until_written(const at::Tensor& t);
   void drop_keys();
   void learn_native_fills();
+  std::vector<c10::StorageImpl*> argument_storages() const;
   void complete_iteration();
   void settle();
 
   StepFrame frame_;
-  std::vector<at::Tensor> step_arguments_;
+  std::vector<StepInput> step_arguments_;
   std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it
   uint64_t sequence_base_ = 0, last_backward_uid_ = 0;
-  std::shared_ptr<Iteration> it_;
+  std::shared_ptr<Iteration> it_, spare_; // spare_: the last one, its memory reused
+  bool in_backward_ = false; // the op at hand runs inside the autograd engine
   bool barrier_open_ = false;
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,9 @@ POINTER_READS = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "sh
 
 ARRAY_READS = ("numpy", "__array__")
 """Hand the memory to a NumPy array: it is foreign for as long as an array over it lives."""
+
+CONSTRUCTORS = ("tensor", "as_tensor", "asarray")
+"""Functions of `torch` that read the tensors in a nested list through their pointers."""
 
 RNG_FUNCTIONS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
 """Functions of `torch.random`, also reachable as `torch.<name>`."""
@@ -37,8 +40,13 @@ def install(native: ModuleType) -> None:
         _wrap_method(name, functools.partial(_pointer_read, native, name))
     for name in ARRAY_READS:
         _wrap_method(name, functools.partial(_array_read, native, name))
+    for name in CONSTRUCTORS:
+        setattr(torch, name, _wrap_constructor(native, getattr(torch, name), 0))
+    for name in ("new_tensor", "new"):
+        setattr(torch.Tensor, name, _wrap_constructor(native, getattr(torch.Tensor, name), 1))
     for name in RNG_FUNCTIONS:
         _wrap_rng(native, name)
+    _wrap_data_setter(native)
 
 
 def _wrap_method(name: str, read: Callable[..., Any]) -> None:
@@ -96,6 +104,42 @@ def _paused(step: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) 
         return function(*args, **kwargs)
     finally:
         step.paused = False
+
+
+def _wrap_constructor(native: ModuleType, original: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        step = native.active_step()
+        if step is not None and not step.paused:
+            data = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
+            for tensor in _tensors_in(data):
+                step.barrier("read", tensor, False)
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a nested list or tuple; a tensor by itself is read through the dispatcher."""
+    if isinstance(data, list | tuple):
+        for item in data:
+            if isinstance(item, torch.Tensor):
+                yield item
+            else:
+                yield from _tensors_in(item)
+
+
+def _wrap_data_setter(native: ModuleType) -> None:
+    """`p.data = value` gives an ordinary tensor the key of a value that is still being computed."""
+    original = torch._C.TensorBase.data
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        original.__set__(self, value)
+        step = native.active_step()
+        if step is not None:
+            step.key_until_left(self)
+
+    torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment,misc]
 
 
 def _wrap_rng(native: ModuleType, name: str) -> None:

@@ -23,6 +23,10 @@ MAX_NODES = 200_000
 """A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
 
 
+def _diverged(fallback: tuple[str, str, int, int] | None) -> bool:
+    return fallback is not None and fallback[0] in ("new path", "early end")
+
+
 class StepRunner:
     """Runs a step again and again; decides per iteration whether it is traced, co-executed or left alone."""
 
@@ -148,7 +152,8 @@ class StepRunner:
         trace = native.trace()
         result = merge(self.graph, trace)
         native.extend(list(result.nodes))
-        self.policy.learned(not result.covered, completed)
+        # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
+        self.policy.learned(not result.covered or _diverged(fallback), completed)
         if len(self.graph.nodes) > MAX_NODES:
             self.policy.give_up()
         if not result.covered:
