@@ -154,7 +154,8 @@ class Recorder(TorchDispatchMode):
     def publish(self, tensor: torch.Tensor) -> None:
         """Mark that the content of `tensor` leaves the segment here."""
         with _disable_current_modes():
-            self.publishes.append(Publish(len(self.ops) - 1, self.value(tensor).id, len(self.publishes)))
+            value = self.value(tensor, external=tensor.untyped_storage()._cdata not in self.storage_of)
+            self.publishes.append(Publish(len(self.ops) - 1, value.id, len(self.publishes)))
             self.published.append(tensor.detach().clone())
 
 

@@ -35,7 +35,7 @@ def plan_inputs(spec: SegmentSpec) -> Plan:
 
 
 def check_writes(spec: SegmentSpec) -> None:
-    """Raise SpecError if external memory is written that no input in `spec.mutated` covers: its content would be lost."""
+    """Raise SpecError if external memory is written that no input in `spec.mutated` covers: it would be lost."""
     values = spec.values()
     covered: dict[int, list[tuple[int, int]]] = {}
     for position in spec.mutated:
@@ -43,9 +43,8 @@ def check_writes(spec: SegmentSpec) -> None:
         covered.setdefault(value.storage, []).append(value.extent())
     for index, op in enumerate(spec.ops):
         for written in (values[v] for v in written_values(op)):
-            if spec.storages[written.storage].external and not _covers(
-                covered.get(written.storage, []), written.extent()
-            ):
+            known = covered.get(written.storage, [])
+            if spec.storages[written.storage].external and not _covers(known, written.extent()):
                 raise SpecError(
                     f"op {index} {op.op} writes value {written.id} in external storage {written.storage}, but no input "
                     f"in `mutated` {spec.mutated} covers it (see UNDECLARED_WRITES for writes that no schema declares)"

@@ -77,6 +77,9 @@ def compute(name: str, base: str, named: Named, number: Number) -> torch.Tensor:
     samples = [SAMPLES[v.dtype] if isinstance(named[k], Fed) else v for k, v in promoted.items()]
     kind = KIND.DEFAULT if base == "div" and named.get("rounding_mode") else kind
     computation, result_dtype = elementwise_dtypes(*samples, type_promotion_kind=kind)
+    if base in ROUNDS_NUMBER:
+        common = elementwise_dtypes(*samples, type_promotion_kind=KIND.DEFAULT)[1]
+        filled = {k: _to(v, common) if isinstance(named[k], Fed) else v for k, v in filled.items()}
     converted = {k: v if k in NOT_PROMOTED else _to(v, computation) for k, v in filled.items()}
     result: torch.Tensor = _to(formula(converted), result_dtype)
     return result
@@ -186,6 +189,12 @@ FORMULAS: dict[str, tuple[Any, Formula]] = {
     "ge": (KIND.ALWAYS_BOOL, _binary(operator.ge)),
 }
 """Elementwise ops by name without the in-place underscore: how types are promoted, and the formula."""
+
+ROUNDS_NUMBER = frozenset(
+    {"fmod", "remainder", "maximum", "minimum", "pow", "clamp", "clamp_min", "clamp_max"}
+    | {"eq", "ne", "lt", "le", "gt", "ge"}
+)
+"""Ops whose kernel gets the number in the tensors' dtype, already rounded; the others compute with it as it is."""
 
 KEEPS_SELF = {"fill": ("value",), "masked_fill": ("value",)}
 """Operands that are converted to self's dtype instead of promoting it."""

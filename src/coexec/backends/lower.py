@@ -61,7 +61,27 @@ def _convolution_backward(named: dict[str, Any]) -> list[torch.Tensor | None]:
     return [grads[0], grads[1], grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
 
 
+def _native_batch_norm_backward(named: dict[str, Any]) -> list[torch.Tensor | None]:
+    """With sums in float64, as eager's kernel has them: an error of a sum is the same for every element of a channel,
+    and adds up in the gradient of whatever is broadcast over the channel, such as a bias before the normalization.
+    Only the sum over samples is in float64: twice as fast as all of it, and as accurate."""
+    x, grad = named["input"], named["grad_out"]
+    if not named["train"] or x.dtype != torch.float32:
+        return flatten_results(aten.native_batch_norm_backward(*named.values()))
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+    centered, inverse = x - named["save_mean"].view(shape), named["save_invstd"]
+    total = grad.sum(dims[1:]).sum(0, dtype=torch.float64)
+    dot = (grad * centered).sum(dims[1:]).sum(0, dtype=torch.float64)
+    slope = (dot * inverse * inverse / count).to(x.dtype).view(shape)
+    scale = inverse if named["weight"] is None else inverse * named["weight"]
+    grad_input = (grad - (total / count).to(x.dtype).view(shape) - centered * slope) * scale.view(shape)
+    results = [grad_input, (dot * inverse).to(x.dtype), total.to(x.dtype)]
+    return [t if wanted else None for t, wanted in zip(results, named["output_mask"], strict=True)]
+
+
 SPELLED_OUT = {
+    "aten::native_batch_norm_backward": _native_batch_norm_backward,
     "aten::convolution_backward": _convolution_backward,
     "aten::_foreach_norm.Scalar": _foreach_norm,  # Inductor has only the kernel that eager runs
     "aten::native_batch_norm": _native_batch_norm,

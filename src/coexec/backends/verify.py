@@ -31,7 +31,13 @@ from coexec.backends.spec import SegmentSpec, Value
 
 EAGER_FACTOR = 2.0
 EPS_FACTOR = 16.0
-NOISY_RUNS = 4
+NOISY_RUNS = (4, 24)
+"""Runs of eager with other roundings: the first number, and the second if those do not justify a difference. Many are
+needed where a rounding flips a decision (the sign before a ReLU) now and then and moves every gradient behind it."""
+
+NOISY_RUNS_S = 30.0
+"""No more noisy runs are started after this time."""
+
 BLOCK_S = 2e-3
 TIMING_ROUNDS = 7
 
@@ -116,6 +122,7 @@ class _Check:
         self.spec, self.run, self.inputs, self.state = spec, run, inputs, state
         self.report = Report()
         self.noisy_runs: list[Results] = []
+        self.noise = torch.Generator().manual_seed(0)
 
     def values(self) -> None:
         """Run both, compare everything."""
@@ -195,29 +202,34 @@ class _Check:
         if unlike.any():
             return self.problem(f"{name}: {int(unlike.sum())} elements are infinite or NaN only on one side")
         error, allowed = error_and_bound(compiled, narrow, wide)
-        if error > allowed:
-            allowed = max(error_and_bound(compiled, noisy, wide)[1] for noisy in self.noisy(name))
-            self.report.by_noise.append(name)
+        for count in NOISY_RUNS if error > allowed else ():
+            allowed = max(error_and_bound(compiled, noisy, wide)[1] for noisy in self.noisy(name, count))
+            if error <= allowed:
+                self.report.by_noise.append(name)
+                break
         self.report.worst = max(self.report.worst, error / allowed if allowed else float(error > 0))
         if error > allowed:
             self.problem(f"{name} is {error:.3g} off the float64 run, allowed are {allowed:.3g}")
 
     def compare_discrete(self, name: str, compiled: torch.Tensor, narrow: torch.Tensor) -> None:
         wrong = compiled != narrow
+        for count in NOISY_RUNS:
+            if not wrong.any():
+                return
+            for noisy in self.noisy(name, count):
+                wrong &= noisy == narrow  # an element that eager decides otherwise itself is undecided
         if wrong.any():
-            for noisy in self.noisy(name):
-                wrong &= noisy == narrow
-            self.report.by_noise.append(name)
-        if wrong.any():
-            self.problem(f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ from eager's")
+            return self.problem(f"{name}: {int(wrong.sum())} of {wrong.numel()} elements differ from eager's")
+        self.report.by_noise.append(name)
 
-    def noisy(self, name: str) -> list[torch.Tensor]:
-        """The tensor `name` of runs of eager in which every op rounds differently."""
-        if not self.noisy_runs:
-            generator = torch.Generator().manual_seed(0)
-            for _ in range(NOISY_RUNS):
-                torch.set_rng_state(self.state)
-                self.noisy_runs.append(run_reference(self.spec, self.inputs, in_place=False, noise=generator))
+    def noisy(self, name: str, count: int) -> list[torch.Tensor]:
+        """The tensor `name` of `count` runs of eager in which every op rounds differently."""
+        start = time.perf_counter()
+        while len(self.noisy_runs) < count:
+            torch.set_rng_state(self.state)
+            self.noisy_runs.append(run_reference(self.spec, self.inputs, in_place=False, noise=self.noise))
+            if time.perf_counter() - start > NOISY_RUNS_S:
+                break
         kind, _, position = name.partition(" ")
         return [getattr(results, kind)[int(position)] for results in self.noisy_runs]
 
