@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.backends.programs import mlp_adamw
 from tests.backends.recording import Recorder, Recording, record
 
 Artifact = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Change = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
 
 
 def check(recording: Recording, artifact: Artifact, monkeypatch: pytest.MonkeyPatch, timed: bool = False) -> Report:
@@ -60,9 +62,7 @@ def test_a_faithful_artifact_is_accepted(mode: str, monkeypatch: pytest.MonkeyPa
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def wrong(
-    change: Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]],
-) -> Callable[[Recording], Artifact]:
+def wrong(change: Change) -> Callable[[Recording], Artifact]:
     """A faithful artifact whose results (and inputs) are then changed."""
 
     def make(recording: Recording) -> Artifact:
@@ -72,7 +72,7 @@ def wrong(
     return make
 
 
-WRONG: dict[str, tuple[Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]], str]] = {
+WRONG: dict[str, tuple[Change, str]] = {
     "one element off": (lambda r, i: [r[0] + 1e-3 * (torch.arange(64).view(8, 8) == 5), *r[1:]], "outputs 0 is 0.001"),
     "not a number": (lambda r, i: [torch.where(r[0] == r[0][0, 0], torch.nan, r[0]), *r[1:]], "infinite or NaN"),
     "another index": (lambda r, i: [r[0], (r[1] + 1) % 8, *r[2:]], "outputs 1: 8 of 8 elements differ"),
@@ -92,7 +92,7 @@ def test_a_wrong_artifact_is_refused(name: str, monkeypatch: pytest.MonkeyPatch)
     change, message = WRONG[name]
     report = check(recording, wrong(change)(recording), monkeypatch)
     assert not report.accepted
-    assert any(__import__("re").search(message, problem) for problem in report.problems), report.problems
+    assert any(re.search(message, problem) for problem in report.problems), report.problems
 
 
 def test_a_published_value_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ to the user and be closed to others, or nothing is loaded from it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -33,6 +34,8 @@ CUSTOM_OPS = "segment.json"
 META = "meta.json"
 KEY_TEXT = "key.txt"
 SUMS = "SHA256SUMS"
+
+REPLACE_TRIES = 20
 
 FAILURE_KINDS = ("not lowerable", "compile error", "crashed", "timeout", "wrong", "slower")
 """Why a key has no artifact."""
@@ -153,14 +156,19 @@ class ArtifactCache:
             folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{key[:8]}-", dir=folder.parent) as scratch:
                 _write_entry(Path(scratch) / "entry", text, files, meta)
-                self._remove(folder)
-                os.rename(Path(scratch) / "entry", folder)
-        except FileExistsError:
-            pass  # another process published the same key between our two lines; its entry is as good
+                self._move_into_place(Path(scratch) / "entry", folder)
         except OSError as error:
-            if (self.root() / key[:2] / key / SUMS).exists():
-                return  # the same, as some file systems report it (ENOTEMPTY)
             raise CacheWriteError(f"cannot store artifact {key[:12]}: {error}. COEXEC_CACHE_DIR moves it.") from error
+
+    def _move_into_place(self, entry: Path, folder: Path) -> None:
+        for _ in range(REPLACE_TRIES):
+            self._remove(folder)
+            try:
+                return os.rename(entry, folder)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+        # Another process stores the same key again and again: its entry is as good as ours.
 
     def _remove(self, folder: Path) -> None:
         """Rename away, then delete: a reader sees the whole entry or none."""

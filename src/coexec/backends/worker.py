@@ -263,14 +263,11 @@ class _Child:
 
     def __init__(self, command: list[str]) -> None:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by end)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            process_group=0,  # Ctrl-C does not reach it, and its compilers end with it; the session is ours
-            env=_environment(),
-        )
+        try:
+            self.process = _start(command, self.log)
+        except BaseException:
+            self.log.close()
+            raise
         _be_idle(self.process.pid)
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
@@ -340,6 +337,17 @@ def _end(process: subprocess.Popen[bytes], log: IO[bytes], owner_pid: int) -> No
             except OSError:  # unsent bytes for a dead child
                 continue
     log.close()
+
+
+def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        process_group=0,  # Ctrl-C does not reach it, and its compilers end with it; the session is ours
+        env=_environment(),
+    )
 
 
 def _be_idle(pid: int) -> None:
