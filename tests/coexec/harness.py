@@ -42,6 +42,7 @@ class Outcome:
 
     records: list[Any] = field(default_factory=list)  # per call
     late: list[Any] = field(default_factory=list)  # return values looked at only at the end
+    errors: list[Exception] = field(default_factory=list)
     stats: StepStats | None = None
     explanation: str = ""
     program: Program | None = None
@@ -87,6 +88,7 @@ def run(make: Callable[[], Program], n: int, wrap: Callable[[Any], Any] | None, 
             result: Any = step(*args)
         except Exception as error:
             result = ("raised", type(error), str(error))
+            out.errors.append(error.with_traceback(None))
         else:
             program.after(i, result)
         if i % 3 == 2:
@@ -115,6 +117,7 @@ def check(
     phase: str | None = "co-execution",
     max_fallbacks: int = 3,
     min_co_executed: int = 2,
+    raises: tuple[type[BaseException], ...] = (),
     wrap: Callable[[Any], Any] = exact,
 ) -> Outcome:
     """Runs `make` both ways and asserts that nothing differs, then that co-execution really took place.
@@ -123,8 +126,10 @@ def check(
         phase: the phase at the end; None if the test asserts it itself.
         max_fallbacks: of all iterations; a step that keeps falling back is right but pointless.
         min_co_executed: iterations that must have run wholly in co-execution.
+        raises: what the eager program raises in some call; anything else is a mistake of the test.
     """
     eager = run(make, n, None)
+    assert {type(error) for error in eager.errors} == set(raises), eager.errors
     got = run(make, n, wrap)
     for i, (expected, actual) in enumerate(zip(eager.records, got.records, strict=True)):
         for what, a, b in zip(("result", "state", "modes and random streams"), expected, actual, strict=True):

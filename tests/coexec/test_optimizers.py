@@ -103,7 +103,7 @@ def test_lbfgs_runs_its_closure_as_often_as_eager(line_search: str | None) -> No
                 runs.append(loss.item())
                 return loss
 
-            return float(optimizer.step(closure))
+            return optimizer.step(closure).item()
 
         return Program(step, lambda i: (batch(i), labels(i)), lambda: (model, len(runs), runs[-3:]))
 
