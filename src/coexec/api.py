@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from coexec.config import Options, make_options, settings
+from coexec.config import Options, disabled, make_options
 from coexec.errors import NotCallableError
 from coexec.runtime.explain import explain
 from coexec.runtime.stats import StepStats
@@ -35,7 +35,7 @@ class CoExecutable:
         _live.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if settings().disable:
+        if disabled():
             return self._function(*args, **kwargs)
         return self._runner.call(self._function, args, kwargs)
 
@@ -209,7 +209,7 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
         self._active = False
 
     def __enter__(self) -> step:
-        self._active = not settings().disable and self._runner.enter(1)
+        self._active = not disabled() and self._runner.enter(1)
         return self
 
     def __exit__(

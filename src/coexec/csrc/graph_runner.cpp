@@ -462,6 +462,8 @@ int64_t GraphRunner::run_segment(const Segment& s, int64_t at) {
   t0 = Clock::now();
   commit(s, at, run, results);
   note_trial(s, true, run_s + std::chrono::duration<double>(Clock::now() - t0).count());
+  s.runs++;
+  it.set_done(at + n); // last: Python may look at the segment from now on
   return at + n;
 }
 
@@ -542,8 +544,6 @@ void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, st
     e.args.clear();
     e.patches.clear();
   }
-  s.runs++;
-  it.set_done(at + static_cast<int64_t>(s.nodes.size()));
 }
 
 void GraphRunner::execute(Entry& e) {

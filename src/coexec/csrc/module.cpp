@@ -228,6 +228,7 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
 }
 
 void install_segments(Step& s, const std::vector<std::shared_ptr<Segment>>& segments) {
+  s.graph.join_iteration(); // it may still be looking for what comes after the last op
   for (size_t n = 0; n < s.program.size(); n++)
     s.program.at(static_cast<int32_t>(n)).segment = -1;
   auto table = std::make_shared<SegmentTable>();
@@ -380,7 +381,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return count * static_cast<int64_t>(c10::elementSize(g.dtype));
       })
       .def_property("capture", [](Step& s) { return s.graph.capture; },
-                    [](Step& s, std::shared_ptr<Capture> c) { s.graph.capture = std::move(c); })
+                    [](Step& s, std::shared_ptr<Capture> c) {
+                      s.graph.join_iteration();
+                      s.graph.capture = std::move(c);
+                    })
       .def_readwrite("describing", &Step::describing)
       .def("key_until_left", &Step::key_until_left)
       .def("chain", &chain_of)

@@ -107,15 +107,20 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
   else if (info->allocates && native_fills.count(location))
     t.kind = Kind::Host;
   std::vector<c10::IValue> before(args.begin(), args.end());
-  {
+  try {
     c10::impl::ExcludeDispatchKeyGuard g(c10::DispatchKey::Fake);
     op.redispatchBoxed(ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Fake), stack);
+  } catch (...) {
+    if (t.kind == Kind::Sync) // it did run, and Python may go on behind a handler
+      append_sync(std::move(t));
+    throw;
   }
   if (t.kind != Kind::Fetch)
     describe_outputs(t, before, torch::jit::last(*stack, info->n_returns));
   if (t.kind == Kind::Sync)
-    make_external(t);
-  ops.push_back(std::move(t));
+    append_sync(std::move(t));
+  else
+    ops.push_back(std::move(t));
 }
 
 namespace {
@@ -218,6 +223,17 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     }
     register_value(outs[k].storage(), t.geometries[k], {index, static_cast<int32_t>(k)});
   }
+}
+
+// What a SYNC op touched is real memory, its results included; nothing else about them is known ahead.
+void Recorder::append_sync(TraceOp t) {
+  make_external(t);
+  t.returns.clear();
+  t.outputs.clear();
+  t.geometries.clear();
+  t.nbytes.clear();
+  t.storages.clear();
+  ops.push_back(std::move(t));
 }
 
 void Recorder::make_external(const TraceOp& t) {

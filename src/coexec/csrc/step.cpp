@@ -33,6 +33,20 @@ Step::~Step() {
 
 // ---------------------------------------------------------------------------------------------- iteration boundaries
 
+// The memory of an iteration is used again once neither the GraphRunner nor a placeholder refers to it.
+std::shared_ptr<Iteration> Step::fresh_iteration() {
+  for (auto& i : iterations_)
+    if (i.use_count() == 1) {
+      i->reset(program.slots());
+      return i;
+    }
+  auto i = std::make_shared<Iteration>();
+  i->reset(program.slots());
+  if (iterations_.size() < 3)
+    iterations_.push_back(i);
+  return i;
+}
+
 void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy) {
   frame_ = step_frame(frame_levels);
   phase = p;
@@ -54,10 +68,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
   if (p == Phase::Trace) {
     recorder.begin(argument_storages());
   } else {
-    it_ = std::move(spare_);
-    if (!it_)
-      it_ = std::make_shared<Iteration>();
-    it_->reset(program.slots());
+    it_ = fresh_iteration();
     it_->lazy = lazy;
     current_ = &program.at(kStart);
     path.clear();
@@ -120,8 +131,6 @@ void Step::leave() {
   c10::impl::tls_set_dispatch_key_included(kKey, false);
   active_step() = nullptr;
   phase = Phase::Off;
-  if (it_ && it_.use_count() == 1) // no placeholder is left that refers to it
-    spare_ = std::move(it_);
   it_.reset();
   step_arguments_.clear();
 }
@@ -150,7 +159,6 @@ void Step::finish() {
 void Step::complete_iteration() {
   wait(it_->size(), Wait::StepEnd);
   it_->close();
-  graph.join_iteration();
   resolve_all();
 }
 
@@ -631,16 +639,13 @@ void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
 }
 
 // The GraphRunner must not pass an op that Python is still doing: it would read memory that the op writes, or draw
-// random numbers that the op draws first. So the entry is published afterwards; if the op raises, it never was.
+// random numbers that the op draws first. So the entry is published afterwards, also if the op raised.
 void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
-  Node* before = current_;
   advance(n);
   try {
     run_now(op, ks, stack);
   } catch (...) {
-    path.pop_back();
-    log_index_[n.id] = -1;
-    current_ = before;
+    it_->publish();
     throw;
   }
   it_->publish();
@@ -767,6 +772,7 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
 
 void Step::extend(const std::vector<int32_t>& nodes) {
   TORCH_CHECK(nodes.size() == recorder.ops.size(), "coexec: one node per op of the trace");
+  graph.join_iteration(); // it may still be looking for what comes after the last op
   for (size_t i = 0; i < nodes.size(); i++) {
     auto& t = recorder.ops[i];
     if (nodes[i] < static_cast<int32_t>(program.size()))

@@ -89,6 +89,7 @@ class Step {
     const at::Tensor* tensor;
     int16_t arg, element;
   };
+  std::shared_ptr<Iteration> fresh_iteration();
   uint64_t op_location();
   void remember_sequence(uint64_t uid);
   bool guarded(uint64_t location);
@@ -131,7 +132,8 @@ class Step {
   std::vector<StepInput> step_arguments_;
   std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it
   uint64_t sequence_base_ = 0, last_backward_uid_ = 0;
-  std::shared_ptr<Iteration> it_, spare_; // spare_: the last one, its memory reused
+  std::shared_ptr<Iteration> it_;
+  std::vector<std::shared_ptr<Iteration>> iterations_; // see fresh_iteration
   bool in_backward_ = false; // the op at hand runs inside the autograd engine
   bool barrier_open_ = false;
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered

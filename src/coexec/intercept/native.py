@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,16 @@ def native_if_ready() -> ModuleType | None:
             except CoexecError as error:
                 _error = error
     return _module
+
+
+def wait_for_native(timeout_s: float) -> bool:
+    """Blocks until the native core is loaded. False after `timeout_s`, or if it cannot be had."""
+    deadline_s = time.monotonic() + timeout_s
+    while native_if_ready() is None:
+        if _error is not None or time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def native_error() -> CoexecError | None:

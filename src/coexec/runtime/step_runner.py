@@ -12,7 +12,7 @@ from coexec.config import Options
 from coexec.errors import ReentrantStepError
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
-from coexec.intercept.native import native_error, native_if_ready, new_step
+from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
 from coexec.runtime.history import History
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.graph_view import GraphView
@@ -54,16 +54,16 @@ class StepRunner:
         if module.active_step() is not None:
             return self._nested(module, function, args, kwargs)
         with self._lock:
-            if not self._begin(module, (args, kwargs), 1):
-                return function(*args, **kwargs)
+            # Everything from the native begin on is inside: an interrupt may come between any two lines.
             try:
+                self._begin(module, (args, kwargs), 1)
                 result = function(*args, **kwargs)
+                args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
+                self._end(completed=True)
             except BaseException as error:
                 self._end(completed=False)
                 self._explain_native_access(error)
                 raise
-            args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
-            self._end(completed=True)
             return result
 
     def enter(self, levels: int) -> bool:
@@ -73,8 +73,13 @@ class StepRunner:
             self.counters.iterations += 1
             return False
         self._lock.acquire()
-        if self._begin(module, (), levels + 2):
-            return True
+        try:
+            if self._begin(module, (), levels + 2):
+                return True
+        except BaseException:
+            self._end(completed=False)
+            self._lock.release()
+            raise
         self._lock.release()
         return False
 
@@ -121,8 +126,14 @@ class StepRunner:
         return True
 
     def _end(self, completed: bool) -> None:
-        """Finishes the iteration natively, then learns from it. A kernel's error is raised here."""
+        """Finishes the iteration natively, then learns from it. A kernel's error is raised here.
+
+        Does nothing if no iteration is under way: plain eager, or one that has ended already.
+        """
         native = self._native
+        if native is None or native.phase == 0:
+            self._owner = None
+            return
         try:
             if completed:
                 native.finish()
@@ -133,7 +144,22 @@ class StepRunner:
             raise
         finally:
             self._owner = None
+            self._learn_or_forget(completed)
+
+    def _learn_or_forget(self, completed: bool) -> None:
+        try:
             self._learn(completed)
+        except BaseException:  # an interrupt half-way: Python's and the native graph may differ, so neither is kept
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        if self._native is not None:
+            self._native.stop()
+        self._native = None
+        self.graph = TraceGraph()
+        self.segments = SegmentManager(self.options)
+        self.policy = PhasePolicy()
 
     def _learn(self, completed: bool) -> None:
         native = self._native
@@ -160,8 +186,14 @@ class StepRunner:
             self.segments.graph_changed()
 
     def wait_compiled(self, timeout_s: float) -> bool:
-        """Blocks until background compilation has finished; the next call adopts it. False after `timeout_s`."""
-        return wait_compiled(self.segments, timeout_s)
+        """Blocks until background compilation has finished; the next call adopts it. False after `timeout_s`.
+
+        The native core's own build counts: it is waited for first.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        if not wait_for_native(timeout_s):
+            return False
+        return wait_compiled(self.segments, max(0.0, deadline_s - time.monotonic()))
 
     # ------------------------------------------------------------------------------------------------------ asking why
 
