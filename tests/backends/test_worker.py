@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from coexec.backends.cache import Artifact, ArtifactCache, Failure
+from coexec.backends.key import artifact_key
 from coexec.backends.snapshot import write_snapshot
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.worker import CompileWorker, Finished
@@ -34,8 +35,10 @@ for line in sys.stdin:
 
 
 @pytest.fixture(autouse=True)
-def own_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "cache"))
+def own_cache_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache; tests that really compile share one, where Inductor keeps what it knows of the machine."""
+    if request.node.get_closest_marker("compile") is None:
+        monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def play(body: str, **options: float) -> CompileWorker:
@@ -205,6 +208,7 @@ def a_small_recording() -> Recording:
 @pytest.mark.compile
 def test_a_segment_is_compiled_checked_and_found_again(tmp_path: Path) -> None:
     recording, worker = a_small_recording(), CompileWorker()
+    worker.cache.forget(artifact_key(recording.spec))
     write_snapshot(tmp_path / "live.json", recording.inputs, None)
     worker.submit(recording.spec, tmp_path / "live.json")
     (finished,) = ended(worker, 300)
@@ -226,13 +230,12 @@ def test_a_segment_is_compiled_checked_and_found_again(tmp_path: Path) -> None:
 @pytest.mark.compile
 def test_wrong_live_results_and_uncompilable_segments_are_failures_with_a_reason(tmp_path: Path) -> None:
     worker = CompileWorker()
-    recording = record(lambda _: [torch.randn(40).exponential_()])
-    worker.submit(recording.spec)
-    # A segment that says something else than its ops do.
-    honest = a_small_recording()
-    op = replace(honest.spec.ops[1], op="aten::sigmoid")
-    lying = replace(honest.spec, ops=(honest.spec.ops[0], replace(op, op="aten::nonexistent"), honest.spec.ops[2]))
-    worker.submit(lying)
+    recording, honest = record(lambda _: [torch.randn(40).exponential_()]), a_small_recording()
+    unknown = replace(honest.spec.ops[1], op="aten::nonexistent")
+    broken_spec = replace(honest.spec, ops=(honest.spec.ops[0], unknown, honest.spec.ops[2]))
+    for spec in (recording.spec, broken_spec):
+        worker.cache.forget(artifact_key(spec))
+        worker.submit(spec)
     refused, broken = ended(worker, 300)
     assert refused.failure is not None
     assert refused.failure.kind == "not lowerable"
@@ -246,6 +249,7 @@ def test_wrong_live_results_and_uncompilable_segments_are_failures_with_a_reason
 @pytest.mark.compile
 def test_a_training_step_goes_through(tmp_path: Path) -> None:
     recording, worker = mlp_adamw(mode="commit"), CompileWorker()
+    worker.cache.forget(artifact_key(recording.spec))
     write_snapshot(tmp_path / "live.json", recording.inputs, recording.rng_before)
     worker.submit(recording.spec, tmp_path / "live.json", timed=False)
     (finished,) = ended(worker, 300)

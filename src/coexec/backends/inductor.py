@@ -31,6 +31,7 @@ from coexec.backends.lower import lower
 from coexec.backends.ops import draws
 from coexec.backends.publish import check_generated_code, place_publishes, register_publish
 from coexec.backends.spec import SegmentSpec
+from coexec.backends.trim import without_input_checks
 
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
 
@@ -124,5 +125,6 @@ def _compiling(fake_mode: Any) -> Iterator[None]:
         V.set_aot_compilation(True),
         V.set_fake_mode(fake_mode),
         tracing(TracingContext(fake_mode)),
+        without_input_checks(),
     ):
         yield
