@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import coexec
@@ -31,7 +32,9 @@ class Program:
     """One run's step and everything that belongs to it."""
 
     step: Callable[..., Any]
-    args: Callable[[int], tuple[Any, ...]] = lambda i: ()  # called in order, just before call `i`: user code lives here too
+    args: Callable[[int], tuple[Any, ...]] = (
+        lambda i: ()
+    )  # called in order, just before call `i`: user code lives here too
     watch: Callable[[], Any] = lambda: None  # state compared after every call
     after: Callable[[int, Any], None] = lambda i, result: None  # what the caller does with the result of call `i`
 
@@ -155,3 +158,13 @@ def difference(a: Any, b: Any, path: str = "") -> str:
             if x != y:
                 return difference(x, y, f"{path}.{k}")
     return f"at {path or 'the top'}: eager {str(a)[:300]!r}, coexec {str(b)[:300]!r}"
+
+
+def cases(names: Iterable[str], broken: dict[str, str] | None = None) -> list[Any]:
+    """Parameters of a test, with those that are known to be broken marked: `broken` has the reason per name."""
+    known = broken or {}
+    assert set(known) <= set(names), set(known) - set(names)
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=known[name])) if name in known else name
+        for name in names
+    ]

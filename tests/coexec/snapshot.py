@@ -83,7 +83,11 @@ class _Picture:
             u = t.coalesce()
             return (tuple(t.shape), t.is_coalesced(), self._data(u.indices()), self._data(u.values()))
         if t.layout in (torch.sparse_csr, torch.sparse_csc):
-            compressed = (t.crow_indices(), t.col_indices()) if t.layout == torch.sparse_csr else (t.ccol_indices(), t.row_indices())
+            compressed = (
+                (t.crow_indices(), t.col_indices())
+                if t.layout == torch.sparse_csr
+                else (t.ccol_indices(), t.row_indices())
+            )
             return (tuple(t.shape), tuple(self._data(x) for x in compressed), self._data(t.values()))
         if t.is_quantized:
             return (tuple(t.shape), t.q_scale(), t.q_zero_point(), self._data(t.int_repr()))
@@ -98,5 +102,7 @@ class _Picture:
 
 
 def _bits(t: torch.Tensor) -> bytes:
-    plain = t.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    plain = (
+        t.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    )
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""

@@ -316,9 +316,7 @@ def test_a_step_skipped_on_a_bad_norm_rejoins() -> None:
                 optimizer.step()
             return good
 
-        return Program(
-            step, lambda i: (batch(i) * (100 if i % 4 == 1 else 1), labels(i)), lambda: (model, optimizer)
-        )
+        return Program(step, lambda i: (batch(i) * (100 if i % 4 == 1 else 1), labels(i)), lambda: (model, optimizer))
 
     check(make, n=14)
 
@@ -452,7 +450,9 @@ def test_batch_norm_and_its_buffers() -> None:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return Program(
-            training(model, optimizer), lambda i: (batch(i, 6, 16).view(6, 1, 4, 4), labels(i)), lambda: (model, optimizer)
+            training(model, optimizer),
+            lambda i: (batch(i, 6, 16).view(6, 1, 4, 4), labels(i)),
+            lambda: (model, optimizer),
         )
 
     check(make)
