@@ -14,7 +14,8 @@ from coexec.backends.spec_json import canonical_text
 from coexec.intercept import toolchain
 
 LOWERING_FILES = (
-    "aliasing.py", "draws.py", "fed.py", "inductor.py", "layout.py", "lower.py", "ops.py", "publish.py", "spec_json.py", "trim.py",
+    "aliasing.py", "draws.py", "fed.py", "inductor.py", "layout.py", "lower.py", "ops.py", "publish.py",
+    "spec_json.py", "trim.py",
 )  # fmt: skip
 """Our code that decides what an artifact computes and how: a change of one of them makes new keys."""
 
