@@ -123,6 +123,18 @@ class CoExecModule(torch.nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> CoExecModule:
         return CoExecModule(copy.deepcopy(self._orig_mod, memo), self._step._options)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self._orig_mod[index]
+
+    def __len__(self) -> int:
+        return len(self._orig_mod)
+
+    def __iter__(self) -> Any:
+        return iter(self._orig_mod)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._orig_mod
+
     def train(self, mode: bool = True) -> CoExecModule:
         self._orig_mod.train(mode)
         return self

@@ -294,6 +294,20 @@ bool number_fits(const Entry& e, const SegmentInput& in) {
 }
 } // namespace
 
+// A value of an earlier segment: of those that may stand there, the one that this iteration made. Validation tells later
+// whether Python meant it.
+at::Tensor GraphRunner::computed(const SegmentInput& in) {
+  auto value = [&](int32_t slot) {
+    int32_t sid = it_->sid_of(slot);
+    bool there = sid >= 0 && it_->memory(sid).unsafeGetStorageImpl();
+    return there ? tensor_over(it_->memory(sid), *in.geometry) : at::Tensor();
+  };
+  at::Tensor t = value(in.slot);
+  for (size_t k = 0; !t.defined() && k < in.alternatives.size(); k++)
+    t = value(in.alternatives[k]);
+  return t;
+}
+
 // All inputs of the artifact. Waits for Python only where a value cannot be predicted. False: replay instead.
 bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Tensor>* inputs) {
   Iteration& it = *it_;
@@ -301,12 +315,10 @@ bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Te
     return false;
   for (const auto& in : s.inputs) {
     if (in.geometry && in.slot >= 0) {
-      int32_t node = program_->node_of_slot(in.slot);
-      int32_t sid = it.sid_of(in.slot);
-      (void)node;
-      if (sid < 0 || !it.memory(sid).unsafeGetStorageImpl())
+      at::Tensor t = computed(in);
+      if (!t.defined())
         return false;
-      inputs->push_back(tensor_over(it.memory(sid), *in.geometry));
+      inputs->push_back(std::move(t));
       continue;
     }
     if (in.geometry && !s.commit) {

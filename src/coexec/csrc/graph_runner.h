@@ -55,6 +55,7 @@ class GraphRunner {
   const Segment* segment_at(int64_t at);
   bool gather_inputs(const Segment& s, int64_t at, std::vector<at::Tensor>* inputs);
   at::Tensor predict(const SegmentInput& in);
+  at::Tensor computed(const SegmentInput& in);
   void remember_sources(const Segment& s, int64_t at);
   std::optional<std::string> unexpected_survivor(const Segment& s, int64_t at);
   void commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results);

@@ -172,6 +172,7 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
   g->mutated = d["mutated"].cast<std::vector<int32_t>>();
   g->publishes = d["publishes"].cast<std::vector<int32_t>>();
   auto external_inputs = d["external_inputs"].cast<std::unordered_map<int32_t, int32_t>>();
+  auto slot_inputs = d["slot_inputs"].cast<std::unordered_map<int32_t, int32_t>>();
   std::unordered_map<int32_t, const OpDescription*> of_node;
   for (auto& x : s.description)
     of_node[x.node->id] = &x;
@@ -193,6 +194,10 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
       in.written = t[3].cast<bool>();
       in.storage = t[4].cast<int32_t>();
       in.geometry = of_node.at(g->nodes[in.position])->inputs[in.input].geometry;
+      if (in.slot >= 0)
+        for (int32_t other : s.program.at(g->nodes[in.position]).producers[in.input])
+          if (other >= 0 && other != in.slot)
+            in.alternatives.push_back(other);
     }
     g->inputs.push_back(std::move(in));
   }
@@ -209,6 +214,8 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
       if (it->second->node->kind != Kind::Compute)
         continue; // nothing is executed: whoever uses a view is checked for the memory it sees
       SegmentCheck c{static_cast<int32_t>(p), static_cast<int16_t>(k), in.slot, in.sid, -1};
+      if (auto v = slot_inputs.find(in.slot); in.slot >= 0 && v != slot_inputs.end())
+        c.segment_input = v->second;
       if (in.slot < 0) {
         auto e = external_inputs.find(in.external);
         if (e == external_inputs.end())

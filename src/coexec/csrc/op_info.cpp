@@ -82,12 +82,12 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->name = s.overload_name().empty() ? s.name() : s.name() + "." + s.overload_name();
   i->name_hash = std::hash<std::string>()(i->name);
   i->n_returns = s.returns().size();
-  bool writes = false, object_list = false, any_tensor = false;
+  const auto ns = s.name().substr(0, s.name().find("::")), base = s.name().substr(s.name().find("::") + 2);
+  bool writes = false, object_list = false;
   for (const auto& a : s.arguments()) {
     bool w = a.alias_info() && a.alias_info()->isWrite();
     writes |= w;
     i->args.push_back({classify(a), w, false});
-    any_tensor |= i->args.back().cls == ArgClass::Tensor || i->args.back().cls == ArgClass::TensorList;
   }
   for (size_t k = 0; k < i->args.size(); k++) {
     auto t = s.arguments()[k].type();
@@ -96,9 +96,9 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
     if (auto l = t->cast<c10::ListType>())
       t = l->getElementType();
     bool integer = t->kind() == c10::TypeKind::IntType || t->kind() == c10::TypeKind::SymIntType;
-    // arange(end) takes Scalars for its size.
-    i->args[k].shapes = i->args[k].cls == ArgClass::Number &&
-        (integer || (t->kind() == c10::TypeKind::NumberType && !any_tensor));
+    // Only these take Scalars for their size.
+    bool sized_by_scalar = base == "arange" || base == "range";
+    i->args[k].shapes = i->args[k].cls == ArgClass::Number && (integer || sized_by_scalar);
   }
   bool tensor_returns = true, aliased = !s.returns().empty();
   for (const auto& r : s.returns()) {
@@ -106,7 +106,6 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
     tensor_returns &= is_tensor(r.type()) || (l && is_tensor(l->getElementType()));
     aliased &= r.alias_info() != nullptr || (l && r.alias_info());
   }
-  const auto ns = s.name().substr(0, s.name().find("::")), base = s.name().substr(s.name().find("::") + 2);
   i->pass_through = ns == "profiler";
   i->decompose = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   i->is_fetch = s.name() == "aten::_local_scalar_dense";

@@ -49,7 +49,12 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
       continue;
     Entry& e = it.entry(i);
     const Patch* patch = patch_of(e, c.input);
-    if (c.slot >= 0) {
+    if (c.segment_input >= 0 && patch && !patch->external) {
+      if (it.memory(patch->sid).unsafeGetStorageImpl() != run.used[c.segment_input].storage().unsafeGetStorageImpl())
+        return "another value at " + e.node->info->name;
+      continue;
+    }
+    if (c.segment_input < 0) {
       if (!patch || patch->slot != c.slot || patch->sid != c.sid)
         return "another value at " + e.node->info->name;
       continue;

@@ -18,6 +18,7 @@ struct SegmentInput {
   int32_t position; // of the first node that uses it, within the segment
   int16_t input; // flattened input of that node (tensors)
   int32_t slot; // value of an earlier segment, or kExternal
+  std::vector<int32_t> alternatives; // other values that may stand there, by path (the data side of Case Select)
   const Geometry* geometry; // null for a number
   int16_t arg, element; // of the number
   at::ScalarType number_type;
@@ -42,7 +43,7 @@ struct SegmentCheck {
   int16_t input;
   int32_t slot; // value of this or an earlier segment; kExternal: the segment's input `segment_input`
   int32_t sid; // memory that the value lives in
-  int32_t segment_input;
+  int32_t segment_input; // the artifact's input that stands for this argument, or -1: made in the segment
 };
 
 struct SegmentNumberCheck { // a float that varied elsewhere but is a constant of this artifact

@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
+#include <c10/core/DefaultDtype.h>
 #include <typeinfo>
 
 namespace coexec {
@@ -16,6 +17,19 @@ c10::DispatchKeySet below(c10::DispatchKeySet ks) {
 c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
+} // namespace
+
+namespace {
+struct PausedGuard {
+  explicit PausedGuard(Step& s) : step(s), before(s.paused) {
+    step.paused = true;
+  }
+  ~PausedGuard() {
+    step.paused = before;
+  }
+  Step& step;
+  bool before;
+};
 } // namespace
 
 Step*& active_step() {
@@ -217,6 +231,9 @@ uint64_t Step::op_location() {
     }
     h = mix(h, by);
   }
+  // Process-wide state that decides what an op does is part of where it is.
+  if (auto d = c10::get_default_dtype_as_scalartype(); d != at::kFloat)
+    h = mix(h, static_cast<uint64_t>(d) + 1);
   return h;
 }
 
@@ -248,7 +265,11 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
     fall_back("new path", info->name, location);
   uint64_t uid = mix(mix(location, info->name_hash), recorder.occurrence(location, info->name_hash));
   stats.traced_ops++;
-  recorder.record(info, location, uid, guarded(location), op, ks, stack);
+  {
+    bool guard = guarded(location);
+    PausedGuard inside_kernel(*this);
+    recorder.record(info, location, uid, guard, op, ks, stack);
+  }
   remember_sequence(uid);
 }
 
@@ -643,6 +664,7 @@ void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
 void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   advance(n);
   try {
+    PausedGuard inside_kernel(*this); // what a Python kernel does is no part of the step
     run_now(op, ks, stack);
   } catch (...) {
     it_->publish();

@@ -6,7 +6,9 @@ is told first (a BARRIER op of the trace), so that memory is final before anythi
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -25,6 +27,22 @@ ARRAY_READS = ("numpy", "__array__")
 
 CONSTRUCTORS = ("tensor", "as_tensor", "asarray")
 """Functions of `torch` that read the tensors in a nested list through their pointers."""
+
+POINTER_FUNCTIONS = (
+    "max_pool1d", "tensor_split", "ctc_loss", "_sobol_engine_draw", "_sobol_engine_ff_",
+    "_sobol_engine_initialize_state_", "_sobol_engine_scramble_",
+)  # fmt: skip
+"""Functions of `torch` (and methods of Tensor) whose composite kernels read memory above the dispatcher; found by running
+PyTorch's OpInfo database on values in flight."""
+
+PROCESS_STATE = (
+    "set_default_dtype", "use_deterministic_algorithms", "set_flush_denormal", "set_float32_matmul_precision",
+    "set_num_threads",
+)  # fmt: skip
+"""Functions of `torch` that change what kernels do: ops before them run before them."""
+
+GENERATOR_METHODS = ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state")
+"""Methods of `torch.Generator`, a static C type."""
 
 RNG_FUNCTIONS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
 """Functions of `torch.random`, also reachable as `torch.<name>`."""
@@ -46,6 +64,13 @@ def install(native: ModuleType) -> None:
         setattr(torch.Tensor, name, _wrap_constructor(native, getattr(torch.Tensor, name), 1))
     for name in RNG_FUNCTIONS:
         _wrap_rng(native, name)
+    for name in POINTER_FUNCTIONS:
+        for owner in (torch, torch.Tensor):
+            if hasattr(owner, name):
+                setattr(owner, name, _wrap_pointer_function(native, name, getattr(owner, name)))
+    for name in PROCESS_STATE:
+        setattr(torch, name, _rng_barrier(native, name, getattr(torch, name)))
+    _wrap_generator_methods(native)
     _wrap_data_setter(native)
 
 
@@ -111,6 +136,8 @@ def _wrap_constructor(native: ModuleType, original: Callable[..., Any], position
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
         if step is not None and not step.paused:
+            if position and native.has_key(args[0]):
+                step.barrier("read", args[0], False)  # its constructor looks at the key set of `self`
             data = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
             for tensor in _tensors_in(data):
                 step.barrier("read", tensor, False)
@@ -129,6 +156,19 @@ def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
                 yield from _tensors_in(item)
 
 
+def _wrap_generator_methods(native: ModuleType) -> None:
+    """`torch.default_generator.manual_seed()` must find the graph's earlier draws made, and none of the later ones.
+
+    The type is a static one, whose attributes cannot be set; its dictionary can. Python is told with PyType_Modified.
+    """
+    generator = torch._C.Generator
+    dictionary = gc.get_referents(generator.__dict__)[0]
+    for name in GENERATOR_METHODS:
+        if name in dictionary:
+            dictionary[name] = _rng_barrier(native, name, dictionary[name])
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(generator))
+
+
 def _wrap_data_setter(native: ModuleType) -> None:
     """`p.data = value` gives an ordinary tensor the key of a value that is still being computed."""
     original = torch._C.TensorBase.data
@@ -142,15 +182,32 @@ def _wrap_data_setter(native: ModuleType) -> None:
     torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment,misc]
 
 
-def _wrap_rng(native: ModuleType, name: str) -> None:
-    original = getattr(torch.random, name)
-
+def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
         if step is not None and not step.paused:
-            step.barrier(name, None, False)  # the graph has made all earlier draws, and none later
+            for value in (*args, *kwargs.values()):
+                for tensor in _tensors_in([value]):
+                    step.barrier(name, tensor, False)
         return original(*args, **kwargs)
 
+    return wrapper
+
+
+def _wrap_rng(native: ModuleType, name: str) -> None:
+    wrapper = _rng_barrier(native, name, getattr(torch.random, name))
     for module in (torch.random, torch):
         setattr(module, name, wrapper)
+
+
+def _rng_barrier(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        step = native.active_step()
+        if step is None or step.paused:
+            return original(*args, **kwargs)
+        step.barrier(name, None, False)  # the graph has made all earlier draws, and none later
+        return _paused(step, original, *args, **kwargs)
+
+    return wrapper

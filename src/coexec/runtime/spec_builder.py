@@ -153,6 +153,7 @@ def build_segment(
         "outputs": outputs,
         "mutated": mutated,
         "external_inputs": builder.external_inputs,
+        "slot_inputs": {value: index for value, index in builder.input_of_value.items() if value < EXTERNAL_IDS},
         "number_checks": builder.number_checks,
         "publishes": [publish.channel for publish in builder.publishes],
     }
