@@ -173,6 +173,20 @@ def test_overlapping_writes_without_a_base_are_refused() -> None:
         lower(recording.spec, {})
 
 
+def test_writes_under_a_mask_have_a_static_size() -> None:
+    a = x()
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        fresh = a * 1
+        fresh[fresh > 0] = 7.0
+        fresh[torch.tensor([1, 3])] = a[torch.tensor([0, 2])]
+        return [fresh]
+
+    recording = record(run)
+    results, _ = run_graph(lower(recording.spec, {}), recording)
+    assert torch.equal(results[0], recording.outputs[0])
+
+
 def test_absolute_offsets_of_as_strided_count_from_the_input() -> None:
     view = torch.arange(30.0)[10:]
     recording = record(lambda _: [view.as_strided((2, 3), (3, 1), 14) + 0])
@@ -242,6 +256,7 @@ def test_draws_are_eagers(name: str) -> None:
         (lambda a: [a.clone().exponential_()], "no rule"),
         (lambda a: [torch.rand(3, generator=torch.Generator())], "generator of its own"),
         (lambda a: [a[a > 0]], "mask"),
+        (lambda a: [torch.bernoulli(a.sigmoid())], "probability is a tensor"),
         (lambda a: [a.nonzero()], "depends on data"),
         (lambda a: [a.resize_(2, 2)], "size of its storage"),
     ],

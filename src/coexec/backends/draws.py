@@ -55,7 +55,7 @@ def _in_memory_order(op: Op, value: Value, draw: Callable[[int], torch.Tensor]) 
 
 
 def _bernoulli(op: Op, named: Named) -> tuple[torch.Tensor]:
-    value, p = _result(op), named["p"]
+    value, p = _result(op), named.get("p")
     if not isinstance(p, float):
         raise NotLowerableError(op.op, "its probability is a tensor")
     return (_in_memory_order(op, value, lambda n: _flat_bernoulli(n, value.dtype, p)),)

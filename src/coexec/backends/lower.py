@@ -120,7 +120,7 @@ def _refuse(spec: SegmentSpec) -> None:
         overload = resolve(op.op)
         if overload.base in REFUSED:
             raise NotLowerableError(op.op, REFUSED[overload.base])
-        if overload.base in ("index", "index_put", "index_put_"):
+        if overload.base == "index":
             _refuse_masks(op, spec.values())
         elif not NEEDED_BY_PYTHON.isdisjoint(overload.target.tags):
             raise NotLowerableError(op.op, "its result's size or value is needed by Python")

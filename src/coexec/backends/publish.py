@@ -60,6 +60,17 @@ def register_publish() -> None:
         _libraries.append(library)
 
 
+def unregister_publish() -> None:
+    """Remove our definition, so that the native core can be loaded into this process afterwards (tests)."""
+    while _libraries:
+        _libraries.pop()._destroy()
+
+
+def receives_here() -> bool:
+    """Published values arrive in :data:`received`: the native core is not loaded."""
+    return any(library.ns == "coexec" and library._op_defs for library in _libraries)
+
+
 def _receive(order: torch.Tensor, value: torch.Tensor, channel: int) -> None:
     received.append((channel, value.clone()))
 

@@ -28,6 +28,7 @@ from coexec.backends.reference import (
     run_reference_pair,
 )
 from coexec.backends.spec import SegmentSpec, Value
+from coexec.errors import InternalError
 
 EAGER_FACTOR = 2.0
 EPS_FACTOR = 16.0
@@ -95,6 +96,8 @@ def verify(
         SpecError: the recorded ops do not do what the segment says.
     """
     publish.register_publish()
+    if spec.publishes and not publish.receives_here():
+        raise InternalError("An artifact that publishes can only be checked in a process without the native core.")
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     state = before if generator_state is None else generator_state
     torch.set_num_threads(spec.threads)
