@@ -94,17 +94,20 @@ def _rebuild(function: Callable[..., Any], options: Options) -> CoExecutable:
 
 
 class CoExecModule(torch.nn.Module):
-    """A module whose calls are co-executed. Parameters, buffers, hooks, mode and state_dict are the wrapped module's."""
+    """A module whose calls are co-executed; parameters, buffers, hooks, mode and state_dict are the wrapped module's."""
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         object.__setattr__(self, "_orig_mod", module)
         object.__setattr__(self, "_step", CoExecutable(module.__call__, options))
 
+    _orig_mod: torch.nn.Module
+    _step: CoExecutable
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*args, **kwargs)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _MODULE_OWN or name.startswith("__") and name not in ("__dict__",):
+        if name in _MODULE_OWN or (name.startswith("__") and name not in ("__dict__",)):
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "_orig_mod"), name)
 
@@ -117,23 +120,27 @@ class CoExecModule(torch.nn.Module):
     def __repr__(self) -> str:
         return repr(self._orig_mod)
 
-    def __reduce__(self) -> Any:  # type: ignore[override]
+    def __reduce__(self) -> Any:
         return (CoExecModule, (self._orig_mod, self._step._options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoExecModule:
         return CoExecModule(copy.deepcopy(self._orig_mod, memo), self._step._options)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._orig_mod[index]
+        container: Any = self._orig_mod  # ModuleList, Sequential ...: Python looks these methods up on the type
+        return container[index]
 
     def __len__(self) -> int:
-        return len(self._orig_mod)
+        container: Any = self._orig_mod
+        return len(container)
 
     def __iter__(self) -> Any:
-        return iter(self._orig_mod)
+        container: Any = self._orig_mod
+        return iter(container)
 
     def __contains__(self, item: Any) -> bool:
-        return item in self._orig_mod
+        container: Any = self._orig_mod
+        return item in container
 
     def train(self, mode: bool = True) -> CoExecModule:
         self._orig_mod.train(mode)
@@ -144,22 +151,27 @@ class CoExecModule(torch.nn.Module):
         return self
 
     def stats(self) -> StepStats:
-        return self._step.stats()
+        """As CoExecutable.stats."""
+        step: CoExecutable = self._step
+        return step.stats()
 
     def explain(self) -> str:
-        return self._step.explain()
+        """As CoExecutable.explain."""
+        step: CoExecutable = self._step
+        return step.explain()
 
     def wait_compiled(self, timeout_s: float = 600.0) -> bool:
-        return self._step.wait_compiled(timeout_s)
+        """As CoExecutable.wait_compiled."""
+        step: CoExecutable = self._step
+        return step.wait_compiled(timeout_s)
 
     @property
     def trace_graph(self) -> Any:
+        """As CoExecutable.trace_graph."""
         return self._step.trace_graph
 
 
-_MODULE_OWN = frozenset(
-    {"_orig_mod", "_step", "train", "eval", "stats", "explain", "wait_compiled", "trace_graph"}
-)
+_MODULE_OWN = frozenset({"_orig_mod", "_step", "train", "eval", "stats", "explain", "wait_compiled", "trace_graph"})
 
 
 @overload

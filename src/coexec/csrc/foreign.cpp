@@ -49,8 +49,9 @@ void mark_foreign(const c10::Storage& s) {
   auto* p = s.unsafeGetStorageImpl();
   auto it = e.storages.find(p);
   if (it == e.storages.end())
-    e.storages.emplace(p, Exposed::Entry{c10::weak_intrusive_ptr<c10::StorageImpl>(
-                                             c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)), 1});
+    e.storages.emplace(p,
+        Exposed::Entry{
+            c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)), 1});
   else
     it->second.arrays++;
   e.n.store(e.storages.size());

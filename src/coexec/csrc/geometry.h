@@ -1,4 +1,5 @@
-// Geometry of a tensor over its storage. Interned: two equal geometries are one object, so the hot path compares pointers.
+// Geometry of a tensor over its storage. Interned: two equal geometries are one object, so the hot path compares
+// pointers.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>

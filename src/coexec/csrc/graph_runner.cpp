@@ -1,26 +1,25 @@
 #include "graph_runner.h"
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <chrono>
 #include <pthread.h>
 #include <torch/library.h>
+#include <chrono>
 
 namespace coexec {
 namespace {
 
-
 // Everything above the kernels was done on Python's side already.
 struct BelowEverything {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_modes{c10::DispatchKeySet(
-      {c10::DispatchKey::Fake, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-       c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
-       c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
+  c10::impl::ExcludeDispatchKeyGuard no_modes{
+      c10::DispatchKeySet({c10::DispatchKey::Fake, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+          c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+          c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
 };
 
 void fill_placeholders(Iteration& it, Entry& e) {
@@ -42,9 +41,8 @@ void keep_outputs(Iteration& it, Entry& e, std::vector<c10::IValue>& results) {
     const auto& o = e.node->outputs[k];
     if (o.defined && o.alias < 0) {
       const auto* g = e.variant->outputs[k];
-      TORCH_INTERNAL_ASSERT(
-          t.defined() && matches(*g, *t.unsafeGetTensorImpl()), "coexec: ", e.node->info->name, " returned ",
-          t.sizes(), " strides ", t.strides(), " where ", c10::IntArrayRef(g->sizes), " strides ",
+      TORCH_INTERNAL_ASSERT(t.defined() && matches(*g, *t.unsafeGetTensorImpl()), "coexec: ", e.node->info->name,
+          " returned ", t.sizes(), " strides ", t.strides(), " where ", c10::IntArrayRef(g->sizes), " strides ",
           c10::IntArrayRef(g->strides), " was handed out");
       it.set_memory(e.node->slot_base + static_cast<int32_t>(k), t.storage());
     }
@@ -64,7 +62,8 @@ GraphRunner::~GraphRunner() {
   stop();
 }
 
-void GraphRunner::start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs) {
+void GraphRunner::start(
+    std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs) {
   std::unique_lock<std::mutex> l(m_);
   if (!thread_.joinable())
     thread_ = std::thread([this] { loop(); });
@@ -229,7 +228,8 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
       return at::Tensor();
     storage = c10::Storage(std::move(s));
     if (is_foreign(x.storage)) { // other code may write it meanwhile: see same_bytes in segment.cpp
-      at::Tensor copy = at::empty_strided(x.geometry->sizes, x.geometry->strides, at::TensorOptions().dtype(x.geometry->dtype));
+      at::Tensor copy =
+          at::empty_strided(x.geometry->sizes, x.geometry->strides, at::TensorOptions().dtype(x.geometry->dtype));
       copy.copy_(tensor_over(storage, *x.geometry));
       return matches(*in.geometry, *copy.unsafeGetTensorImpl()) ? copy : at::Tensor();
     }
@@ -294,8 +294,8 @@ bool number_fits(const Entry& e, const SegmentInput& in) {
 }
 } // namespace
 
-// A value of an earlier segment: of those that may stand there, the one that this iteration made. Validation tells later
-// whether Python meant it.
+// A value of an earlier segment: of those that may stand there, the one that this iteration made. Validation tells
+// later whether Python meant it.
 at::Tensor GraphRunner::computed(const SegmentInput& in) {
   auto value = [&](int32_t slot) {
     int32_t sid = it_->sid_of(slot);
@@ -311,7 +311,8 @@ at::Tensor GraphRunner::computed(const SegmentInput& in) {
 // All inputs of the artifact. Waits for Python only where a value cannot be predicted. False: replay instead.
 bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Tensor>* inputs) {
   Iteration& it = *it_;
-  if (s.commit && it.wait_validated(at, static_cast<int64_t>(s.nodes.size()), &stats_.stall_s) != Iteration::Ahead::Validated)
+  if (s.commit &&
+      it.wait_validated(at, static_cast<int64_t>(s.nodes.size()), &stats_.stall_s) != Iteration::Ahead::Validated)
     return false;
   for (const auto& in : s.inputs) {
     if (in.geometry && in.slot >= 0) {
@@ -541,7 +542,7 @@ void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, st
   for (const auto& o : s.outputs) {
     auto& t = results[r++];
     TORCH_INTERNAL_ASSERT(matches(*o.geometry, *t.unsafeGetTensorImpl()), "coexec: a compiled segment returned ",
-                          t.sizes(), " strides ", t.strides());
+        t.sizes(), " strides ", t.strides());
     it.set_memory(o.slot, t.storage());
   }
   if (!s.commit)

@@ -36,7 +36,8 @@ class GraphRunner {
   explicit GraphRunner(Program* program) : program_(program) {}
   ~GraphRunner();
   // Takes over the caller's thread state and starts on the iteration at once.
-  void start(std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs);
+  void start(
+      std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs);
   // Blocks until the current iteration is left (its log is closed and executed, or failed).
   void join_iteration();
   void stop(); // ends the thread

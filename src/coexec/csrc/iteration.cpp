@@ -12,7 +12,6 @@ namespace {
 constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration
 constexpr int64_t kWakeBatch = 64; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
 
-
 double since(Clock::time_point t) {
   return std::chrono::duration<double>(Clock::now() - t).count();
 }
@@ -106,7 +105,8 @@ Entry& Iteration::next_entry() {
 void Iteration::publish() {
   int64_t n = size_.load(std::memory_order_relaxed) + 1;
   size_.store(n, std::memory_order_release);
-  if (graph_sleeps_.load(std::memory_order_relaxed) && (!lazy || demanded.load()) && n - done_.load(std::memory_order_relaxed) >= kWakeBatch)
+  if (graph_sleeps_.load(std::memory_order_relaxed) && (!lazy || demanded.load()) &&
+      n - done_.load(std::memory_order_relaxed) >= kWakeBatch)
     flush();
 }
 
@@ -339,9 +339,8 @@ bool Iteration::published(int64_t index, at::Tensor* value) {
 
 void Iteration::discard_published(int64_t from, int64_t to) {
   std::lock_guard<std::mutex> l(m_);
-  published_.erase(
-      std::remove_if(
-          published_.begin(), published_.end(), [&](const auto& p) { return p.first >= from && p.first < to; }),
+  published_.erase(std::remove_if(published_.begin(), published_.end(),
+                       [&](const auto& p) { return p.first >= from && p.first < to; }),
       published_.end());
 }
 } // namespace coexec

@@ -98,11 +98,10 @@ py::object export_trace(Step& s) {
     auto aliases = tuple_of(t.outputs, [](const Output& o) { return py::int_(o.alias); });
     auto writes = tuple_of(t.writes, [](int16_t w) { return py::int_(w); });
     ops[i] = op_record(t.info->name, t.uid, t.location, kinds[static_cast<int>(t.kind)], st, numbers, inputs,
-                       t.outputs.size(), writes, aliases, t.info->random, t.node);
+        t.outputs.size(), writes, aliases, t.info->random, t.node);
   }
-  auto ext = tuple_of(r.externals, [&](const TraceExternal& e) {
-    return external(e.storage, e.nbytes, e.step_argument, e.foreign);
-  });
+  auto ext = tuple_of(
+      r.externals, [&](const TraceExternal& e) { return external(e.storage, e.nbytes, e.step_argument, e.foreign); });
   return trace(ops, ext, r.complete);
 }
 
@@ -136,18 +135,21 @@ py::list export_description(Step& s) {
       const Arg& a = d.node->args[i];
       const char* names[] = {"tensor", "undefined", "wrapped", "list", "static", "number", "object"};
       types.append(py::make_tuple(names[a.type], a.fed, static_cast<int>(d.node->info->args[i].cls),
-                                  py::str(a.type == Arg::Wrapped ? torch::getTHPDtype(a.wrapped_dtype)->name : ""),
-                                  tuple_of(a.present, [](bool p) { return py::bool_(p); })));
-      values.append(d.args[i].isDevice() ? py::object(py::make_tuple("device", d.args[i].toDevice().str())) : to_python(d.args[i]));
+          py::str(a.type == Arg::Wrapped ? torch::getTHPDtype(a.wrapped_dtype)->name : ""),
+          tuple_of(a.present, [](bool p) { return py::bool_(p); })));
+      values.append(d.args[i].isDevice() ? py::object(py::make_tuple("device", d.args[i].toDevice().str()))
+                                         : to_python(d.args[i]));
     }
     for (auto& in : d.inputs)
-      inputs.append(py::make_tuple(in.slot, in.external, in.geometry ? py::object(geometry_dict(*in.geometry)) : py::none()));
+      inputs.append(
+          py::make_tuple(in.slot, in.external, in.geometry ? py::object(geometry_dict(*in.geometry)) : py::none()));
     for (size_t k = 0; d.variant && k < d.node->outputs.size(); k++) {
       const auto* g = d.variant->outputs[k];
       outs.append(py::make_tuple(d.out_slots[k], d.node->outputs[k].alias, d.node->outputs[k].same_arg >= 0,
-                                 g ? py::object(geometry_dict(*g)) : py::none(), d.variant->nbytes[k]));
+          g ? py::object(geometry_dict(*g)) : py::none(), d.variant->nbytes[k]));
     }
-    l.append(py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs));
+    l.append(
+        py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs));
   }
   return l;
 }
@@ -160,7 +162,10 @@ py::list export_externals(Step& s) {
 }
 
 at::ScalarType number_type(const std::string& name) {
-  return name == "float64" ? at::kDouble : name == "int64" ? at::kLong : name == "bool" ? at::kBool : at::kComplexDouble;
+  return name == "float64" ? at::kDouble
+      : name == "int64"    ? at::kLong
+      : name == "bool"     ? at::kBool
+                           : at::kComplexDouble;
 }
 
 // The native side of a segment that `description` covers. See runtime/spec_builder.py for the arguments.
@@ -299,10 +304,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         g->nodes = nodes;
         return g;
       }))
-      .def("load", [](Segment& g, const std::string& path) {
-        py::gil_scoped_release no_gil;
-        g.artifact = std::make_unique<torch::inductor::AOTIModelContainerRunnerCpu>(path, 1);
-      })
+      .def("load",
+          [](Segment& g, const std::string& path) {
+            py::gil_scoped_release no_gil;
+            g.artifact = std::make_unique<torch::inductor::AOTIModelContainerRunnerCpu>(path, 1);
+          })
       .def_readonly("id", &Segment::id)
       .def_readonly("passes", &Segment::passes)
       .def_readonly("runs", &Segment::runs)
@@ -341,35 +347,38 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("failed", &Capture::failed)
       .def_readonly("generator_start", &Capture::generator_start)
       .def_readonly("generator_nbytes", &Capture::generator_nbytes)
-      .def_property_readonly("starts", [](Capture& c) {
-        return tuple_of(c.items, [](const Capture::Item& i) { return py::int_(i.start); });
-      });
+      .def_property_readonly("starts",
+          [](Capture& c) { return tuple_of(c.items, [](const Capture::Item& i) { return py::int_(i.start); }); });
   py::class_<Step>(m, "Step", py::dynamic_attr())
       .def(py::init<>())
-      .def("begin_trace", [](Step& s, py::handle args, int levels) {
-        std::vector<at::Tensor> tensors;
-        collect_tensors(args, &tensors, 0);
-        translated([&] { s.begin(Phase::Trace, tensors, levels, false); });
-      })
-      .def("begin_coexec", [](Step& s, py::handle args, int levels, bool lazy) {
-        std::vector<at::Tensor> tensors;
-        collect_tensors(args, &tensors, 0);
-        translated([&] { s.begin(Phase::Coexec, tensors, levels, lazy); });
-      })
+      .def("begin_trace",
+          [](Step& s, py::handle args, int levels) {
+            std::vector<at::Tensor> tensors;
+            collect_tensors(args, &tensors, 0);
+            translated([&] { s.begin(Phase::Trace, tensors, levels, false); });
+          })
+      .def("begin_coexec",
+          [](Step& s, py::handle args, int levels, bool lazy) {
+            std::vector<at::Tensor> tensors;
+            collect_tensors(args, &tensors, 0);
+            translated([&] { s.begin(Phase::Coexec, tensors, levels, lazy); });
+          })
       .def("finish", [](Step& s) { translated([&] { s.finish(); }); })
       .def("abort", [](Step& s) { translated([&] { s.abort(); }); })
       .def("drain", [](Step& s) { translated([&] { s.drain(); }); })
       .def("abandon", [](Step& s) { s.abandon(); })
       .def("forget_thread", [](Step& s) { s.graph.abandon(); })
-      .def("stop", [](Step& s) {
-        py::gil_scoped_release no_gil;
-        s.graph.stop();
-      })
+      .def("stop",
+          [](Step& s) {
+            py::gil_scoped_release no_gil;
+            s.graph.stop();
+          })
       .def("extend", [](Step& s, const std::vector<int32_t>& nodes) { translated([&] { s.extend(nodes); }); })
       .def("trace", [](Step& s) { return translated([&] { return export_trace(s); }); })
-      .def("barrier", [](Step& s, const std::string& name, std::optional<at::Tensor> t, bool foreign) {
-        translated([&] { s.barrier(name, t, foreign); });
-      })
+      .def("barrier",
+          [](Step& s, const std::string& name, std::optional<at::Tensor> t, bool foreign) {
+            translated([&] { s.barrier(name, t, foreign); });
+          })
       .def("description", &export_description)
       .def("externals", &export_externals)
       .def("make_segment", &make_segment)
@@ -377,21 +386,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("survivors", [](Step& s) { return s.program.survivors(); })
       .def("slot_of", [](Step& s, int32_t node, int32_t output) { return s.program.at(node).slot_base + output; })
       .def("node_of_slot", [](Step& s, int32_t slot) { return s.program.node_of_slot(slot); })
-      .def("bytes_written", [](Step& s, int32_t node, int32_t input) -> int64_t {
-        auto& n = s.program.at(node); // of the latest shapes; a kind without shapes writes nothing
-        if (n.variants.empty())
-          return 0;
-        const auto& g = *n.variants.front().inputs[input];
-        int64_t count = 1;
-        for (auto x : g.sizes)
-          count *= x;
-        return count * static_cast<int64_t>(c10::elementSize(g.dtype));
-      })
-      .def_property("capture", [](Step& s) { return s.graph.capture; },
-                    [](Step& s, std::shared_ptr<Capture> c) {
-                      s.graph.join_iteration();
-                      s.graph.capture = std::move(c);
-                    })
+      .def("bytes_written",
+          [](Step& s, int32_t node, int32_t input) -> int64_t {
+            auto& n = s.program.at(node); // of the latest shapes; a kind without shapes writes nothing
+            if (n.variants.empty())
+              return 0;
+            const auto& g = *n.variants.front().inputs[input];
+            int64_t count = 1;
+            for (auto x : g.sizes)
+              count *= x;
+            return count * static_cast<int64_t>(c10::elementSize(g.dtype));
+          })
+      .def_property(
+          "capture", [](Step& s) { return s.graph.capture; },
+          [](Step& s, std::shared_ptr<Capture> c) {
+            s.graph.join_iteration();
+            s.graph.capture = std::move(c);
+          })
       .def_readwrite("describing", &Step::describing)
       .def("key_until_left", &Step::key_until_left)
       .def("chain", &chain_of)

@@ -62,15 +62,15 @@ ArgClass classify(const c10::Argument& a) {
 
 // Kernels that check values, not only shapes: an error can come although the very same shapes ran before.
 bool checks_values(const std::string& base) {
-  static const std::unordered_set<std::string> names = {
-      "embedding", "embedding_dense_backward", "_embedding_bag", "_embedding_bag_forward_only", "index", "index_put_",
-      "index_put", "_index_put_impl_", "index_select", "index_add", "index_add_", "index_copy", "index_copy_",
-      "index_fill", "index_fill_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
-      "scatter_reduce_", "take", "put_", "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "one_hot",
-      "multinomial", "bincount", "multi_margin_loss", "multilabel_margin_loss_forward", "_ctc_loss", "histc",
-      "cholesky", "cholesky_inverse", "cholesky_solve", "bernoulli", "bernoulli_", "normal", "normal_", "binomial",
-      "poisson", "_assert_async", "_assert_scalar", "repeat_interleave", "segment_reduce", "_segment_reduce_backward", "grid_sampler_2d", "bucketize",
-      "searchsorted", "geqrf", "ormqr", "_standard_gamma", "_sample_dirichlet"};
+  static const std::unordered_set<std::string> names = {"embedding", "embedding_dense_backward", "_embedding_bag",
+      "_embedding_bag_forward_only", "index", "index_put_", "index_put", "_index_put_impl_", "index_select",
+      "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "gather", "scatter",
+      "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "take", "put_",
+      "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "one_hot", "multinomial", "bincount",
+      "multi_margin_loss", "multilabel_margin_loss_forward", "_ctc_loss", "histc", "cholesky", "cholesky_inverse",
+      "cholesky_solve", "bernoulli", "bernoulli_", "normal", "normal_", "binomial", "poisson", "_assert_async",
+      "_assert_scalar", "repeat_interleave", "segment_reduce", "_segment_reduce_backward", "grid_sampler_2d",
+      "bucketize", "searchsorted", "geqrf", "ormqr", "_standard_gamma", "_sample_dirichlet"};
   return names.count(base) || base.rfind("linalg_", 0) == 0 || base.rfind("_linalg_", 0) == 0;
 }
 
@@ -117,16 +117,15 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
       "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"};
   i->allocates = allocating.count(base) != 0;
   // Output sizes that depend on values although no tag says so.
-  static const std::unordered_set<std::string> sized_by_values = {
-      "_pack_padded_sequence", "_pad_packed_sequence", "_ctc_loss", "segment_reduce", "_embedding_bag",
-      "_embedding_bag_forward_only", "to_padded_tensor"};
-  static const std::unordered_set<std::string> resizing = {
-      "set_", "resize_", "resize_as_", "_resize_output_", "set_data", "record_stream", "resize_as_sparse_",
-      "_to_sparse", "sparse_resize_", "_pin_memory", "pin_memory", "swap_"};
+  static const std::unordered_set<std::string> sized_by_values = {"_pack_padded_sequence", "_pad_packed_sequence",
+      "_ctc_loss", "segment_reduce", "_embedding_bag", "_embedding_bag_forward_only", "to_padded_tensor"};
+  static const std::unordered_set<std::string> resizing = {"set_", "resize_", "resize_as_", "_resize_output_",
+      "set_data", "record_stream", "resize_as_sparse_", "_to_sparse", "sparse_resize_", "_pin_memory", "pin_memory",
+      "swap_"};
   i->always_sync = !i->is_fetch &&
       (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) ||
-       op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
-       s.is_vararg() || s.is_varret());
+          op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) || s.is_vararg() ||
+          s.is_varret());
   // Writes into `out=` arguments may resize them.
   for (const auto& a : s.arguments())
     if (a.is_out())

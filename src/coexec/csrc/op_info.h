@@ -36,7 +36,8 @@ struct OpInfo {
   bool always_sync = false; // Python waits: data-dependent size, non-tensor result, custom op
   bool is_fetch = false;
   bool is_view = false; // by schema: returns alias an argument, nothing is written
-  bool bumps_version = false; // writes tensors but has no ADInplaceOrView kernel: its slow kernel bumps versions in eager
+  bool bumps_version =
+      false; // writes tensors but has no ADInplaceOrView kernel: its slow kernel bumps versions in eager
   bool random = false;
   bool allocates = false; // returns uninitialized memory (aten::empty and its kin)
   bool may_raise = false; // the kernel checks values (an index, a factorization ...)

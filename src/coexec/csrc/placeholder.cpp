@@ -26,7 +26,7 @@ void release_memory(void* ctx) {
 // key_set_ is protected and ordinary tensors are not ours: a pointer to member taken through a derived class is the
 // legal way to it.
 struct KeySetAccess : c10::TensorImpl {
-  static c10::DispatchKeySet c10::TensorImpl::*member() {
+  static c10::DispatchKeySet c10::TensorImpl::* member() {
     return &KeySetAccess::key_set_;
   }
 };
@@ -62,8 +62,8 @@ void PlaceholderImpl::attach(StorageRecord* r) {
   r->impls = this;
 }
 
-// Safe against a concurrent resolve(): our reference to the storage keeps the StorageImpl, and with it the record, alive
-// unless it is being resolved right now, which happens under the iteration's lock order (record->lock last).
+// Safe against a concurrent resolve(): our reference to the storage keeps the StorageImpl, and with it the record,
+// alive unless it is being resolved right now, which happens under the iteration's lock order (record->lock last).
 void PlaceholderImpl::detach_from_record() {
   StorageRecord* r = record;
   if (!r)
@@ -79,8 +79,7 @@ void PlaceholderImpl::detach_from_record() {
 
 template <class V>
 c10::intrusive_ptr<c10::TensorImpl> PlaceholderImpl::copy(V&& v, bool allow) const {
-  auto r = c10::make_intrusive<PlaceholderImpl>(
-      ImplType::VIEW, c10::Storage(storage_), key_set_, geometry, slot);
+  auto r = c10::make_intrusive<PlaceholderImpl>(ImplType::VIEW, c10::Storage(storage_), key_set_, geometry, slot);
   copy_tensor_metadata(this, r.get(), std::forward<V>(v), allow);
   if (auto* rec = record_of(r->storage_.unsafeGetStorageImpl()))
     r->attach(rec);
@@ -115,11 +114,12 @@ StorageRecord* record_of(const c10::StorageImpl* s) {
 }
 
 namespace {
-// Native code asks an unresolved storage for a pointer to write through: it is resolved on the spot. Typed accessors ask
-// first whether there is data: a null pointer makes them raise PyTorch's "data is not allocated yet", which StepRunner
-// explains. Memory of aten::empty says yes, because native code above the dispatcher fills it (`native_may_fill`); the
-// address is never mapped, so a *read* of memory that nothing has filled faults instead of giving a wrong number.
-// StorageImpl's own throwing flag is of no use: Tensor::is_alias_of reads the DataPtr of both storages.
+// Native code asks an unresolved storage for a pointer to write through: it is resolved on the spot. Typed accessors
+// ask first whether there is data: a null pointer makes them raise PyTorch's "data is not allocated yet", which
+// StepRunner explains. Memory of aten::empty says yes, because native code above the dispatcher fills it
+// (`native_may_fill`); the address is never mapped, so a *read* of memory that nothing has filled faults instead of
+// giving a wrong number. StorageImpl's own throwing flag is of no use: Tensor::is_alias_of reads the DataPtr of both
+// storages.
 void* const kNotMapped = reinterpret_cast<void*>(64);
 
 void native_access(c10::StorageImpl* s) {
@@ -140,8 +140,8 @@ at::Tensor make_placeholder(
   r->sid = slot;
   r->nbytes = nbytes;
   r->views.push_back({g, slot});
-  auto st = c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), nbytes, c10::DataPtr(native_may_fill ? kNotMapped : nullptr, r, &storage_died, c10::Device(c10::kCPU)),
+  auto st = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes,
+      c10::DataPtr(native_may_fill ? kNotMapped : nullptr, r, &storage_died, c10::Device(c10::kCPU)),
       c10::GetCPUAllocator(), /*resizable=*/true);
   r->impl = st.get();
   st->set_materializer(&native_access);

@@ -1,8 +1,8 @@
 // Placeholders: tensors that Python holds while the GraphRunner still computes their value.
 //
-// Whether a value is unresolved is a property of its *storage*: the DataPtr of an unresolved storage has no data, and its
-// context is a StorageRecord. Resolving puts the real memory into that same StorageImpl, so every tensor over it (views,
-// saved tensors, `.data` copies) becomes ordinary at once.
+// Whether a value is unresolved is a property of its *storage*: the DataPtr of an unresolved storage has no data, and
+// its context is a StorageRecord. Resolving puts the real memory into that same StorageImpl, so every tensor over it
+// (views, saved tensors, `.data` copies) becomes ordinary at once.
 #pragma once
 #include <atomic>
 #include <mutex>
@@ -91,8 +91,8 @@ inline StorageRecord* record_of(const c10::TensorImpl& t) {
 }
 
 // New unresolved memory, and a tensor over it.
-// `native_may_fill`: memory of aten::empty, which native code above the dispatcher likes to fill through its pointer; the
-// first such access resolves it and notes it in the iteration.
+// `native_may_fill`: memory of aten::empty, which native code above the dispatcher likes to fill through its pointer;
+// the first such access resolves it and notes it in the iteration.
 at::Tensor make_placeholder(
     std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes, bool native_may_fill);
 // Another tensor over the same unresolved memory, as a view op returns it.

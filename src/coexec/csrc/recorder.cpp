@@ -5,9 +5,8 @@
 namespace coexec {
 
 bool is_special(const c10::TensorImpl& t) {
-  static const c10::DispatchKeySet odd =
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
-                           c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
+  static const c10::DispatchKeySet odd = c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Conjugate,
+      c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
   return !t.is_cpu() || t.layout() != at::kStrided || !t.has_storage() || t.key_set().has_any(odd) ||
       t.has_symbolic_sizes_strides() || t.key_set().has(c10::DispatchKey::NestedTensorCPU) ||
       t.key_set().has(c10::DispatchKey::QuantizedCPU) || isQIntType(t.dtype().toScalarType());
@@ -43,8 +42,9 @@ void Recorder::register_value(const c10::Storage& s, const Geometry* g, TraceVal
   auto it = known_.find(p);
   if (it == known_.end())
     it = known_
-             .emplace(p, Known{c10::weak_intrusive_ptr<c10::StorageImpl>(
-                                   c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)), -1, {}})
+             .emplace(p,
+                 Known{c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)),
+                     -1, {}})
              .first;
   for (auto& e : it->second.values)
     if (e.first == g)
@@ -61,9 +61,9 @@ TraceInput Recorder::input(const at::Tensor& t) {
   auto it = known_.find(p);
   if (it == known_.end())
     it = known_
-             .emplace(p, Known{c10::weak_intrusive_ptr<c10::StorageImpl>(
-                                   c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)),
-                               external_storages_++, {}})
+             .emplace(p,
+                 Known{c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)),
+                     external_storages_++, {}})
              .first;
   auto& k = it->second;
   for (auto& e : k.values)
@@ -79,14 +79,13 @@ TraceInput Recorder::input(const at::Tensor& t) {
   auto arg = std::find(step_arguments_.begin(), step_arguments_.end(), p);
   TraceValue v{kExternal, static_cast<int32_t>(externals.size())};
   externals.push_back({k.external_storage, p->nbytes(),
-                       arg == step_arguments_.end() ? -1 : static_cast<int32_t>(arg - step_arguments_.begin()),
-                       is_foreign(p)});
+      arg == step_arguments_.end() ? -1 : static_cast<int32_t>(arg - step_arguments_.begin()), is_foreign(p)});
   k.values.emplace_back(g, v);
   return {v, g, p};
 }
 
-void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded,
-                      const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
+    c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   TraceOp t;
   t.info = info;
   t.location = location;
@@ -310,7 +309,9 @@ void Recorder::classify_host_ops() {
     }
     size_t input = 0;
     for (auto& a : t.args) {
-      size_t n = a.type == Arg::Tensor ? 1 : a.type == Arg::List ? std::count(a.present.begin(), a.present.end(), true) : 0;
+      size_t n = a.type == Arg::Tensor ? 1
+          : a.type == Arg::List        ? std::count(a.present.begin(), a.present.end(), true)
+                                       : 0;
       for (size_t k = 0; k < n; k++, input++)
         if (input < t.inputs.size() && t.inputs[input].value.producer == kExternal && is_host(t.inputs[input].storage))
           a.snapshot = true;

@@ -70,7 +70,7 @@ class Recorder {
   }
   // Runs the op below our key and appends it. `guarded`: a handler of the user covers the current instruction.
   void record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
-              c10::DispatchKeySet ks, torch::jit::Stack* stack);
+      c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* t);
   void classify_host_ops();
 

@@ -27,7 +27,6 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
       a.is_non_overlapping_and_dense() && std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-
 at::Tensor segment_argument(const Entry& e, int16_t input) {
   const Patch* p = patch_of(e, input);
   return p && p->external ? tensor_over(c10::Storage(p->external), *p->geometry) : at::Tensor();

@@ -1,12 +1,13 @@
-// Segments of the plan as the GraphRunner runs them: a stretch of the log that a compiled artifact computes in one call.
+// Segments of the plan as the GraphRunner runs them: a stretch of the log that a compiled artifact computes in one
+// call.
 #pragma once
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include "iteration.h"
 
 namespace coexec {
 
-// One of the tensors among the step's arguments, in flattening order: they predict the inputs of segments that run ahead.
-// Weak: a step that drops its batch frees it.
+// One of the tensors among the step's arguments, in flattening order: they predict the inputs of segments that run
+// ahead. Weak: a step that drops its batch frees it.
 struct StepInput {
   c10::weak_intrusive_ptr<c10::StorageImpl> alive{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::StorageImpl* storage = nullptr; // identity; null if it is no ordinary strided CPU tensor

@@ -9,10 +9,10 @@ namespace {
 
 struct OnlyMeta {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_modes{c10::DispatchKeySet(
-      {kKey, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-       c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
-       c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
+  c10::impl::ExcludeDispatchKeyGuard no_modes{
+      c10::DispatchKeySet({kKey, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+          c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+          c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
 };
 
 at::Tensor on_meta(const Geometry& g) {

@@ -1,10 +1,10 @@
 #include "step.h"
 #include <ATen/SequenceNumber.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
-#include <c10/core/DefaultDtype.h>
 #include <typeinfo>
 
 namespace coexec {
@@ -73,8 +73,9 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     if (is_special(*impl) || record_of(*impl))
       continue;
     auto* s = impl->unsafe_storage().unsafeGetStorageImpl();
-    step_arguments_.back() = {c10::weak_intrusive_ptr<c10::StorageImpl>(
-                                  c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)), s, intern_of(*impl)};
+    step_arguments_.back() = {
+        c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)), s,
+        intern_of(*impl)};
   }
   uid_of_sequence_.clear();
   sequence_base_ = at::sequence_number::peek();
@@ -439,7 +440,7 @@ void Step::advance(Node& n) {
 Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry) {
   auto* s = storage_of(*in.tensor);
   Patch p{in.arg, in.element, static_cast<int16_t>(k), kExternal, -1, geometry,
-          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
   if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s)))
     return p;
   stats.feeds++;
@@ -555,8 +556,8 @@ void Step::run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch:
   op.redispatchBoxed(below(ks), stack);
 }
 
-void Step::view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks,
-                torch::jit::Stack* stack) {
+void Step::view(
+    Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   auto n_args = n.info->args.size();
   StorageRecord* r = in_.empty() ? nullptr : in_[0].record;
   bool in_place = !n.outputs.empty() && n.outputs[0].same_arg >= 0 && n.info->handle->hasTag(at::Tag::inplace_view);
@@ -745,8 +746,8 @@ void Step::to_recorder() {
     for (auto& v : views) {
       int32_t node = program.node_of_slot(v.slot);
       if (log_index_[node] >= 0)
-        recorder.register_value(storage, v.geometry,
-                                {static_cast<int32_t>(log_index_[node]), v.slot - program.at(node).slot_base});
+        recorder.register_value(
+            storage, v.geometry, {static_cast<int32_t>(log_index_[node]), v.slot - program.at(node).slot_base});
     }
   }
 }

@@ -13,7 +13,8 @@ struct LocationInfo {
 };
 
 struct StepStats {
-  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, waits[static_cast<int>(Wait::Count)] = {};
+  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0,
+          waits[static_cast<int>(Wait::Count)] = {};
   double stall_s = 0;
 };
 

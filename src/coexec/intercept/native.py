@@ -30,16 +30,21 @@ def native_if_ready() -> ModuleType | None:
 
     Never blocks: the first call starts the build in a child process.
     """
-    global _module, _error
     if _module is not None or _error is not None:
         return _module
     with _lock:
-        if _module is None and _error is None:
-            try:
-                _module = _load_or_start()
-            except CoexecError as error:
-                _error = error
+        _load_once()
     return _module
+
+
+def _load_once() -> None:
+    """Under the lock: another thread may have been here first."""
+    global _module, _error
+    if _module is None and _error is None:
+        try:
+            _module = _load_or_start()
+        except CoexecError as error:
+            _error = error
 
 
 def wait_for_native(timeout_s: float) -> bool:

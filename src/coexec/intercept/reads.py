@@ -32,8 +32,8 @@ POINTER_FUNCTIONS = (
     "max_pool1d", "tensor_split", "ctc_loss", "_sobol_engine_draw", "_sobol_engine_ff_",
     "_sobol_engine_initialize_state_", "_sobol_engine_scramble_",
 )  # fmt: skip
-"""Functions of `torch` (and methods of Tensor) whose composite kernels read memory above the dispatcher; found by running
-PyTorch's OpInfo database on values in flight."""
+"""Functions of `torch` (and methods of Tensor) whose composite kernels read memory above the dispatcher; found by
+running PyTorch's OpInfo database on values in flight."""
 
 PROCESS_STATE = (
     "set_default_dtype", "use_deterministic_algorithms", "set_flush_denormal", "set_float32_matmul_precision",
@@ -116,7 +116,7 @@ def _array_read(native: ModuleType, name: str, original: Any, tensor: Any, *args
 
 def _foreign_while_alive(native: ModuleType, tensor: torch.Tensor, array: Any) -> None:
     """Marks the tensor's memory as NumPy's until the array (every view of it keeps it alive) is gone."""
-    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu":
+    if tensor.layout == torch.strided and tensor.device.type == "cpu":
         key = native.mark_foreign(tensor)
         if key:
             weakref.finalize(array, native.unmark_foreign, key).atexit = False
@@ -139,7 +139,7 @@ def _wrap_constructor(native: ModuleType, original: Callable[..., Any], position
             if position and native.has_key(args[0]):
                 step.barrier("read", args[0], False)  # its constructor looks at the key set of `self`
             data = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
-            for tensor in _tensors_in(data):
+            for tensor in _tensors_in(data) if not isinstance(data, torch.Tensor) else ():
                 step.barrier("read", tensor, False)
         return original(*args, **kwargs)
 
@@ -171,7 +171,7 @@ def _wrap_generator_methods(native: ModuleType) -> None:
 
 def _wrap_data_setter(native: ModuleType) -> None:
     """`p.data = value` gives an ordinary tensor the key of a value that is still being computed."""
-    original = torch._C.TensorBase.data
+    original: Any = torch._C.TensorBase.data
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         original.__set__(self, value)
@@ -179,18 +179,19 @@ def _wrap_data_setter(native: ModuleType) -> None:
         if step is not None:
             step.key_until_left(self)
 
-    torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment,misc]
+    torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment]
 
 
 def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
-        if step is not None and not step.paused:
-            for value in (*args, *kwargs.values()):
-                for tensor in _tensors_in([value]):
-                    step.barrier(name, tensor, False)
-        return original(*args, **kwargs)
+        if step is None or step.paused:
+            return original(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            for tensor in _tensors_in([value]):
+                step.barrier(name, tensor, False)
+        return _paused(step, original, *args, **kwargs)
 
     return wrapper
 

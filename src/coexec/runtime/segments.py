@@ -221,9 +221,7 @@ class SegmentManager:
         self._capture_path = folder / f"live-{os.getpid()}-{next(_snapshot_numbers)}.json"
         binary = self._capture_path.with_suffix(".bin")
         capture = __import__("sys").modules[type(native).__module__].Capture
-        native.capture = capture(
-            segment.native.id, str(binary), segment.built.spec.random, capture_plan(segment.built)
-        )
+        native.capture = capture(segment.native.id, str(binary), segment.built.spec.random, capture_plan(segment.built))
         self._captured, self._capture_tries = segment, 0
 
     def _finish_capture(self, native: Any) -> None:

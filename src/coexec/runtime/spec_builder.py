@@ -289,9 +289,7 @@ def _define(
 def _arguments(builder: _Builder, position: int, op: DescribedOp, ids: list[int]) -> list[Arg]:
     args: list[Arg] = []
     at = 0
-    for index, ((kind, fed, arg_class, dtype, present), value) in enumerate(
-        zip(op.arg_types, op.values, strict=True)
-    ):
+    for index, ((kind, fed, arg_class, dtype, present), value) in enumerate(zip(op.arg_types, op.values, strict=True)):
         if kind == "tensor":
             args.append(TensorArg(ids[at]))
             at += 1
@@ -324,9 +322,7 @@ def _fed(builder: _Builder, position: int, index: int, value: Any) -> Arg:
     if isinstance(value, tuple):
         if not value or not all(isinstance(item, float) for item in value):
             return Const(value)
-        return ListArg(
-            tuple(FedNumber(_number(builder, position, index, k, item)) for k, item in enumerate(value))
-        )
+        return ListArg(tuple(FedNumber(_number(builder, position, index, k, item)) for k, item in enumerate(value)))
     if isinstance(value, float | complex):
         return FedNumber(_number(builder, position, index, -1, value))
     if isinstance(value, int) and not isinstance(value, bool):
@@ -358,9 +354,7 @@ def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:
     for storage, (low, high) in _touched(built.spec).items():
         first = next(c for c in built.captured if c.storage == storage)
         items.append((first.position, first.input, low, high - low))
-    items += [
-        (c.position, c.arg, c.element, c.number_type, 0) for c in built.captured if c.input < 0
-    ]
+    items += [(c.position, c.arg, c.element, c.number_type, 0) for c in built.captured if c.input < 0]
     return items
 
 

@@ -13,9 +13,9 @@ from coexec.errors import ReentrantStepError
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
+from coexec.runtime.graph_view import GraphView
 from coexec.runtime.history import History
 from coexec.runtime.policy import Phase, PhasePolicy
-from coexec.runtime.graph_view import GraphView
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
 
