@@ -15,6 +15,7 @@ import torch
 
 from coexec.config import Options, disabled, make_options
 from coexec.errors import NotCallableError
+from coexec.runtime.dynamo import stay_out_of_dynamo
 from coexec.runtime.explain import explain
 from coexec.runtime.stats import StepStats
 from coexec.runtime.step_runner import StepRunner
@@ -30,6 +31,8 @@ class CoExecutable:
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self._function = function
         self._options = options
+        if "torch._dynamo" in sys.modules:
+            stay_out_of_dynamo()
         self._runner = StepRunner(getattr(function, "__qualname__", repr(function)), options)
         functools.update_wrapper(self, function, updated=())
         _live.add(self)
@@ -94,7 +97,7 @@ def _rebuild(function: Callable[..., Any], options: Options) -> CoExecutable:
 
 
 class CoExecModule(torch.nn.Module):
-    """A module whose calls are co-executed; parameters, buffers, hooks, mode and state_dict are the wrapped module's."""
+    """A module whose calls are co-executed; parameters, hooks, mode and state_dict are the wrapped module's."""
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
         object.__setattr__(self, "_orig_mod", module)

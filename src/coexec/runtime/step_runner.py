@@ -13,6 +13,7 @@ from coexec.errors import ReentrantStepError
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
+from coexec.runtime.dynamo import ForceEager, force_eager
 from coexec.runtime.graph_view import GraphView
 from coexec.runtime.history import History
 from coexec.runtime.policy import Phase, PhasePolicy
@@ -41,6 +42,7 @@ class StepRunner:
         self._native: Any = None  # the native Step, once the core is loaded
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread id of the running call
+        self._stance: ForceEager | None = None  # of torch.compile, while an iteration runs
         self._started_s = 0.0
 
     # ------------------------------------------------------------------------------------------------------- calling
@@ -118,6 +120,7 @@ class StepRunner:
         if self._native is None:
             self._native = new_step(module)
         self._owner = threading.get_ident()
+        self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
             self._started_s = time.perf_counter()
             self._native.begin_coexec(arguments, levels, self.options.mode == "lazy")
@@ -144,6 +147,9 @@ class StepRunner:
             raise
         finally:
             self._owner = None
+            if self._stance is not None:
+                self._stance.restore()
+                self._stance = None
             self._learn_or_forget(completed)
 
     def _learn_or_forget(self, completed: bool) -> None:

@@ -1,0 +1,40 @@
+"""Living beside torch.compile: nothing here imports it; it is only met if the program did."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+
+class ForceEager:
+    """While an iteration runs, code under torch.compile runs its own Python.
+
+    Compiled code bypasses the dispatcher and would read placeholders as memory: silently wrong numbers.
+    """
+
+    def __init__(self, dynamo: Any) -> None:
+        # A step called by code under torch.compile is a graph break in it; its frame hook must not see our frames.
+        self._set_eval_frame = dynamo.eval_frame.set_eval_frame
+        self._callback = self._set_eval_frame(None)
+        self._stance = dynamo.set_stance("force_eager")
+
+    def restore(self) -> None:
+        """Back to what torch.compile did before."""
+        self._stance.__exit__(None, None, None)
+        self._set_eval_frame(self._callback)
+
+
+def force_eager() -> ForceEager | None:
+    """Returns the switch, thrown; None if the program has not loaded torch.compile."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return None
+    stay_out_of_dynamo()
+    return ForceEager(dynamo)
+
+
+@functools.cache
+def stay_out_of_dynamo() -> None:
+    """Dynamo must not trace into this package."""
+    sys.modules["torch._dynamo"].trace_rules.add("coexec")
