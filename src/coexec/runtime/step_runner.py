@@ -135,7 +135,7 @@ class StepRunner:
         """
         native = self._native
         if native is None or native.phase == 0:
-            self._owner = None
+            self._release()
             return
         try:
             if completed:
@@ -146,11 +146,14 @@ class StepRunner:
             completed = False
             raise
         finally:
-            self._owner = None
-            if self._stance is not None:
-                self._stance.restore()
-                self._stance = None
+            self._release()
             self._learn_or_forget(completed)
+
+    def _release(self) -> None:
+        self._owner = None
+        stance, self._stance = self._stance, None
+        if stance is not None:
+            stance.restore()
 
     def _learn_or_forget(self, completed: bool) -> None:
         try:
