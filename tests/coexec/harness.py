@@ -1,7 +1,7 @@
 """Runs a small step eagerly and under coexec from the same seed, and compares everything that a user can see.
 
-A test builds its program in a function `make()` that returns a :class:`Program`; it is called once per run, so that both
-runs have models, optimizers and logs of their own. What is compared after every call: the returned value (deeply:
+A test builds its program in a function `make()` that returns a :class:`Program`; it is called once per run, so that
+both runs have models, optimizers and logs of their own. What is compared after every call: the returned value (deeply:
 type, dtype, strides, bits, which tensors share memory), the exception if one came, the watched state, the RNG, and the
 modes that a step may have left on. Every third return value is kept and looked at only at the end: a placeholder
 must stay right however late it is read.
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import coexec
@@ -158,13 +157,3 @@ def difference(a: Any, b: Any, path: str = "") -> str:
             if x != y:
                 return difference(x, y, f"{path}.{k}")
     return f"at {path or 'the top'}: eager {str(a)[:300]!r}, coexec {str(b)[:300]!r}"
-
-
-def cases(names: Iterable[str], broken: dict[str, str] | None = None) -> list[Any]:
-    """Parameters of a test, with those that are known to be broken marked: `broken` has the reason per name."""
-    known = broken or {}
-    assert set(known) <= set(names), set(known) - set(names)
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=known[name])) if name in known else name
-        for name in names
-    ]

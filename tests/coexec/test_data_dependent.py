@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.coexec.harness import Program, cases, check
+from tests.coexec.harness import Program, check
 from tests.coexec.programs import batch, function_program, labels, mlp
 
 OPS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -122,20 +122,7 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-_COMPOSITE = "composite ops that read memory fail on a value in flight"
-_SCALARS = "a changing number of an op without tensors is a new shape for ever"
-BROKEN = {
-    "mask": "a new size is a fallback",
-    "linspace": _SCALARS,
-    "fill from a tensor": _SCALARS,
-    "max_pool1d": _COMPOSITE,
-    "tensor_split by tensor": _COMPOSITE,
-    "ctc of computed lengths": _COMPOSITE,
-    "new_tensor": "new_tensor fails on a value in flight",
-}
-
-
-@pytest.mark.parametrize("name", cases(OPS, BROKEN))
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_op_in_the_middle_of_the_graph(name: str) -> None:
     op = OPS[name]
@@ -223,7 +210,6 @@ def test_a_dispatch_mode_around_and_inside() -> None:
     check(make)
 
 
-@pytest.mark.xfail(strict=True, reason="the graph does not know the default dtype")
 def test_torch_function_mode_and_default_device_and_dtype() -> None:
     def step(x: torch.Tensor) -> Any:
         with torch.device("cpu"):
@@ -337,7 +323,6 @@ def test_a_model_cast_half_way() -> None:
     check(make, n=14)
 
 
-@pytest.mark.xfail(strict=True, reason="what the kernel of a custom op does is recorded as ops of the step")
 def test_custom_ops_of_torch_library() -> None:
     @torch.library.custom_op("coexec_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:

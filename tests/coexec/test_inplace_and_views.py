@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.coexec.harness import Program, cases, check
+from tests.coexec.harness import Program, check
 from tests.coexec.programs import batch, function_program
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -134,13 +134,7 @@ def test_in_place_on_a_value_in_flight(name: str) -> None:
     check(lambda: function_program(step))
 
 
-BROKEN = {
-    **dict.fromkeys(("data assignment", "data of another shape"), "the key stays on a tensor whose .data was set"),
-    "swap tensors": "the step holds references to its arguments",
-}
-
-
-@pytest.mark.parametrize("name", cases(IN_PLACE, BROKEN))
+@pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_on_the_callers_tensor(name: str) -> None:
     change = IN_PLACE[name]
 
@@ -420,7 +414,6 @@ def test_data_swapped_in_and_out_inside_the_step() -> None:
     check(make)
 
 
-@pytest.mark.xfail(strict=True, reason="the key stays on a tensor whose .data was set")
 def test_param_data_set_to_a_value_in_flight() -> None:
     def make() -> Program:
         w = nn.Parameter(torch.ones(4))
@@ -438,7 +431,6 @@ def test_param_data_set_to_a_value_in_flight() -> None:
     check(make)
 
 
-@pytest.mark.xfail(strict=True, reason="foreach ops in flight do not count versions: autograd misses the change")
 def test_a_saved_tensor_changed_by_a_foreach_op_raises_as_eager() -> None:
     def make() -> Program:
         def step(x: torch.Tensor, backward: bool) -> Any:
@@ -455,7 +447,6 @@ def test_a_saved_tensor_changed_by_a_foreach_op_raises_as_eager() -> None:
     check(make, raises=(RuntimeError,))
 
 
-@pytest.mark.xfail(strict=True, reason="foreach ops in flight do not count versions")
 def test_versions_are_counted_as_eager() -> None:
     def make() -> Program:
         a, b, c = torch.zeros(3), torch.zeros(4), torch.zeros(5, requires_grad=True)

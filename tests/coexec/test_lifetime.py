@@ -11,7 +11,6 @@ import threading
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -192,7 +191,6 @@ def test_atexit_handlers_may_use_steps_and_their_results() -> None:
     assert (child.returncode, child.stdout.strip(), child.stderr.strip()) == (0, "6.0 8.0", "")
 
 
-@pytest.mark.xfail(strict=True, reason="an interrupt between begin and try leaves the step active")
 def test_interrupts_at_any_moment_leave_the_process_usable() -> None:
     child = run_child("""
         import random, signal

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.coexec.harness import Program, cases, check
+from tests.coexec.harness import Program, check
 from tests.coexec.programs import batch, function_program, labels, mlp, training
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -77,15 +77,7 @@ def _saved(t: torch.Tensor) -> io.BytesIO:
     return buffer
 
 
-BROKEN = {
-    "stack of items": "torch.tensor reads the memory of tensors in flight",
-    **dict.fromkeys(
-        ("typed storage", "copy", "pickle", "save"), "an op with a Storage argument never matches: a fallback per call"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", cases(READS, BROKEN))
+@pytest.mark.parametrize("name", READS)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_read_of_a_value_in_flight(name: str) -> None:
     read = READS[name]
@@ -101,7 +93,7 @@ def test_a_read_of_a_value_in_flight(name: str) -> None:
 REQUIRING_GRAD = ("item", "tolist", "numpy force", "repr", "str", "format", "iteration", "bool", "pickle")
 
 
-@pytest.mark.parametrize("name", cases(REQUIRING_GRAD, {"pickle": BROKEN["pickle"]}))
+@pytest.mark.parametrize("name", REQUIRING_GRAD)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_read_of_a_value_that_requires_grad(name: str) -> None:
     read = READS[name]

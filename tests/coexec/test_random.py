@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.coexec.harness import Program, cases, check
+from tests.coexec.harness import Program, check
 from tests.coexec.programs import batch, function_program, labels, training
 
 
@@ -56,13 +56,7 @@ DRAWS: dict[str, Any] = {
 }
 
 
-BROKEN = {
-    "trunc_normal_": "new_tensor fails on a value in flight",
-    "sobol": "composite ops that read memory fail on a value in flight",
-}
-
-
-@pytest.mark.parametrize("name", cases(DRAWS, BROKEN))
+@pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_kind_of_draw(name: str) -> None:
     draw = DRAWS[name]
@@ -96,7 +90,6 @@ def test_a_draw_that_decides_a_branch() -> None:
     check(lambda: function_program(step), n=16)
 
 
-@pytest.mark.xfail(strict=True, reason="an op with a Generator argument never matches: a fallback per call")
 def test_generators_of_the_users_own() -> None:
     def make() -> Program:
         generator = torch.Generator().manual_seed(7)
@@ -124,7 +117,6 @@ def test_manual_seed_inside_the_step() -> None:
     check(lambda: function_program(step))
 
 
-@pytest.mark.xfail(strict=True, reason="methods of the default generator are not waited for")
 def test_default_generator_used_by_name() -> None:
     def step(x: torch.Tensor) -> Any:
         a = torch.rand(2)

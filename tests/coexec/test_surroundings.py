@@ -360,14 +360,50 @@ def test_a_model_under_torch_compile_inside_the_step(backend: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_torch_compile_still_compiles_outside_of_steps() -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     outside = torch.compile(lambda x: torch.relu(x) + 1, backend=counter)
     step = exact(lambda x: x * 2)
     for i in range(5):
         step(batch(i))
         outside(batch(i))
     assert counter.frame_count == 1
+
+
+@pytest.mark.xfail(strict=True, reason="steps on two threads restore the stance out of order")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_steps_on_several_threads_leave_torch_compile_switched_on() -> None:
+    import torch._dynamo.eval_frame as frames
+
+    def work() -> None:
+        step = exact(lambda x: torch.tanh(x @ x).sum().item())
+        for _ in range(100):
+            step(torch.ones(8, 8))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    stance, frames._stance = frames._stance.stance, frames.DynamoStance()
+    assert stance == "default"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_torch_compile_called_for_the_first_time_inside_a_step() -> None:
+    def make() -> Program:
+        model, box, calls = mlp(), [], [0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 6:
+                box.append(torch.compile(model, backend="aot_eager"))
+            h = x * 2
+            return (box[0] if box else model)(h).sum()
+
+        return Program(step, lambda i: (batch(i),))
+
+    check(make, n=14)
 
 
 def test_scripted_and_traced_modules() -> None:
@@ -441,7 +477,7 @@ def test_with_block_around_a_loop_body() -> None:
 
 
 def test_with_block_that_raises() -> None:
-    w = torch.zeros(2)
+    w, raised = torch.zeros(2), []
     for i in range(8):
         try:
             with coexec.step("raising", backend="replay", numerics="exact") as block:
@@ -450,8 +486,8 @@ def test_with_block_that_raises() -> None:
                     raise ValueError("in the block")
                 w.mul_(1)
         except ValueError as error:
-            assert str(error) == "in the block"
-            assert i == 5
+            raised.append((i, str(error)))
+    assert raised == [(5, "in the block")]
     assert w.tolist() == [8.0, 8.0]
     assert block.stats().phase == "co-execution"
 
@@ -540,7 +576,6 @@ def test_a_module_wrapper_is_the_module() -> None:
     assert next(model.parameters()).dtype == torch.float64
 
 
-@pytest.mark.xfail(strict=True, reason="the wrapper has no dunder methods of its module")
 def test_a_module_wrapper_of_a_container_is_a_container() -> None:
     model = mlp()
     wrapped = exact(model)
@@ -719,5 +754,7 @@ def test_keyword_arguments_and_nested_containers() -> None:
         data = {"x": [batch(i), "text"]}
         result = step(data, batch(i + 1), 2, flag=i % 2 == 0, y=torch.ones(4))
         assert result["in"] is data
-        assert torch.equal(result["out"], (batch(i) + batch(i + 1) + 2 + 1) * (2 if i % 2 == 0 else 1))
+        assert torch.equal(
+            result["out"], (batch(i) + (0 + batch(i + 1) + 2) + torch.ones(4)) * (2 if i % 2 == 0 else 1)
+        )
     assert step.stats().phase == "co-execution"
