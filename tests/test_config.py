@@ -100,7 +100,7 @@ def test_cache_folder_below_a_file_is_a_clear_error(tmp_path: Path, monkeypatch:
 
 
 def test_only_options_that_change_artifacts_are_in_the_key() -> None:
-    one, other = config.make_options(), config.make_options(mode="lazy", overlap=True)
+    one, other = config.make_options(), config.make_options(mode="lazy")
     assert config.options_key(one) == config.options_key(other)
     assert config.options_key(one) != config.options_key(config.make_options(numerics="exact"))
 

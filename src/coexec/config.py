@@ -69,8 +69,8 @@ class Options:
     )
     overlap: bool = _declare(
         False,
-        "let a call return before its graph has finished; whoever touches a result waits for it",
-        choices=(False, True),
+        "reserved: let a call return before its graph has finished. Not available yet, so only False is valid",
+        choices=(False,),
     )
 
 

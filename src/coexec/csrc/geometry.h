@@ -25,6 +25,15 @@ inline bool matches(const Geometry& g, const c10::TensorImpl& t) {
       t.strides() == c10::IntArrayRef(g.strides) && t.storage_offset() == g.offset;
 }
 
+// But for the offset: where in foreign memory a batch begins decides nothing about results.
+inline bool matches_shape(const Geometry& g, const c10::TensorImpl& t) {
+  return g.dtype == t.dtype().toScalarType() && t.sizes() == c10::IntArrayRef(g.sizes) &&
+      t.strides() == c10::IntArrayRef(g.strides);
+}
+inline bool same_shape(const Geometry& a, const Geometry& b) {
+  return a.dtype == b.dtype && a.sizes == b.sizes && a.strides == b.strides;
+}
+
 // An ordinary tensor (no autograd state of ours) over `storage`.
 at::Tensor tensor_over(const c10::Storage& storage, const Geometry& g);
 

@@ -231,10 +231,11 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
       at::Tensor copy =
           at::empty_strided(x.geometry->sizes, x.geometry->strides, at::TensorOptions().dtype(x.geometry->dtype));
       copy.copy_(tensor_over(storage, *x.geometry));
-      return matches(*in.geometry, *copy.unsafeGetTensorImpl()) ? copy : at::Tensor();
+      return matches_shape(*in.geometry, *copy.unsafeGetTensorImpl()) ? copy : at::Tensor();
     }
-    if (x.geometry != in.geometry)
+    if (!same_shape(*x.geometry, *in.geometry))
       return at::Tensor();
+    return record_of(x.storage) ? at::Tensor() : tensor_over(storage, *x.geometry);
   } else if (in.has_last) {
     auto s = in.last.lock();
     if (!s)
@@ -245,7 +246,7 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
   }
   if (record_of(storage.unsafeGetStorageImpl()) || is_foreign(storage.unsafeGetStorageImpl()))
     return at::Tensor();
-  return tensor_over(storage, *in.geometry);
+  return tensor_over(storage, *in.last_geometry);
 }
 
 namespace {
@@ -341,7 +342,7 @@ bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Te
       continue;
     }
     at::Tensor t = segment_argument(e, in.input);
-    if (!t.defined() || !matches(*in.geometry, *t.unsafeGetTensorImpl()))
+    if (!t.defined() || !matches_shape(*in.geometry, *t.unsafeGetTensorImpl()))
       return false;
     inputs->push_back(std::move(t));
   }
@@ -399,13 +400,15 @@ void GraphRunner::capture_inputs(Entry& e) {
         i.start = append(f, t.const_data_ptr(), t.nbytes());
       }
     } else {
-      at::Tensor t = segment_argument(e, i.input);
-      c10::Storage st = t.defined() ? t.storage() : c10::Storage();
-      for (auto& p : e.patches)
-        if (p.input == i.input && !p.external)
-          st = it_->memory(p.sid);
-      if (st.unsafeGetStorageImpl() && static_cast<int64_t>(st.nbytes()) >= i.low + i.nbytes)
-        i.start = append(f, static_cast<const char*>(st.data()) + i.low, i.nbytes);
+      for (const auto& p : e.patches) {
+        if (p.input != i.input)
+          continue;
+        c10::Storage st = p.external ? c10::Storage(p.external) : it_->memory(p.sid);
+        int64_t own = p.geometry->offset * static_cast<int64_t>(c10::elementSize(p.geometry->dtype));
+        int64_t low = i.low < 0 ? own : i.low;
+        if (st.unsafeGetStorageImpl() && static_cast<int64_t>(st.nbytes()) >= low + i.nbytes)
+          i.start = append(f, static_cast<const char*>(st.data()) + low, i.nbytes);
+      }
     }
     c.failed |= i.start < 0;
   }
@@ -524,12 +527,13 @@ void GraphRunner::remember_sources(const Segment& s, int64_t at) {
       auto alive = x.storage ? x.alive.lock() : c10::intrusive_ptr<c10::StorageImpl>();
       if (!alive)
         continue;
-      bool same = x.storage == p && x.geometry == in.geometry;
+      bool same = x.storage == p && same_shape(*x.geometry, *in.geometry);
       bool copied = !same && is_foreign(x.storage) && same_bytes(t, tensor_over(c10::Storage(alive), *x.geometry));
       if (same || copied)
         in.step_argument = static_cast<int32_t>(k);
     }
     in.last = c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p));
+    in.last_geometry = intern_of(*t.unsafeGetTensorImpl());
     in.has_last = true;
   }
 }

@@ -111,6 +111,10 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->is_fetch = s.name() == "aten::_local_scalar_dense";
   i->is_view = aliased && !writes;
   i->bumps_version = writes && !op.hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView);
+  if (i->name == "aten::native_batch_norm") { // running statistics
+    i->undeclared_writes = {3, 4};
+    i->undeclared_if = 5;
+  }
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
   i->may_raise = checks_values(base);
   static const std::unordered_set<std::string> allocating = {

@@ -31,6 +31,9 @@ struct OpInfo {
   uint64_t name_hash;
   std::vector<ArgInfo> args;
   size_t n_returns = 0;
+  // Writes that the schema does not declare: these arguments, if the bool argument `undeclared_if` is true.
+  std::vector<int16_t> undeclared_writes;
+  int16_t undeclared_if = -1;
   bool decompose = false; // CompositeImplicitAutograd: arrives whole only under inference mode
   bool pass_through = false; // profiler annotations: no tensor semantics
   bool always_sync = false; // Python waits: data-dependent size, non-tensor result, custom op

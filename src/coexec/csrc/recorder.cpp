@@ -84,6 +84,15 @@ TraceInput Recorder::input(const at::Tensor& t) {
   return {v, g, p};
 }
 
+namespace {
+bool writes_argument(const OpInfo& info, c10::ArrayRef<c10::IValue> args, int16_t arg) {
+  if (info.args[arg].writes)
+    return true;
+  const auto& u = info.undeclared_writes;
+  return info.undeclared_if >= 0 && args[info.undeclared_if].toBool() && std::find(u.begin(), u.end(), arg) != u.end();
+}
+} // namespace
+
 void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
     c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   TraceOp t;
@@ -96,7 +105,7 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
   bool plain = encode_args(*info, args, &t.args, [&](const at::Tensor& x, int16_t arg, int16_t) {
     special |= is_special(*x.unsafeGetTensorImpl());
     t.inputs.push_back(input(x));
-    if (info->args[arg].writes)
+    if (writes_argument(*info, args, arg))
       t.writes.push_back(static_cast<int16_t>(t.inputs.size() - 1));
   });
   if (info->is_fetch)

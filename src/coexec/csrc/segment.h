@@ -29,6 +29,7 @@ struct SegmentInput {
   // Prediction of an external, kept from iteration to iteration by the GraphRunner.
   mutable int32_t step_argument = -1;
   mutable c10::weak_intrusive_ptr<c10::StorageImpl> last{c10::intrusive_ptr<c10::StorageImpl>()};
+  mutable const Geometry* last_geometry = nullptr;
   mutable bool has_last = false;
   mutable int misses = 0;
 };

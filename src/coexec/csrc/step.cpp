@@ -408,7 +408,7 @@ const Variant* Step::find_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
     bool same = true;
     for (size_t k = 0; same && k < in_.size(); k++)
       same = in_[k].geometry ? in_[k].geometry == v.inputs[k]
-                             : matches(*v.inputs[k], *in_[k].tensor->unsafeGetTensorImpl());
+                             : matches_shape(*v.inputs[k], *in_[k].tensor->unsafeGetTensorImpl());
     size_t number = 0;
     for (size_t i = 0; same && i < n.args.size(); i++)
       if (n.args[i].type == Arg::Number) {
@@ -439,6 +439,8 @@ void Step::advance(Node& n) {
 // runs, or if the PythonRunner itself will (host ops).
 Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry) {
   auto* s = storage_of(*in.tensor);
+  if (geometry->offset != in.tensor->storage_offset())
+    geometry = intern_of(*in.tensor->unsafeGetTensorImpl());
   Patch p{in.arg, in.element, static_cast<int16_t>(k), kExternal, -1, geometry,
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
   if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s)))

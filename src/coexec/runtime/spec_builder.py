@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,10 @@ EXTERNAL_IDS = 1_000_000_000
 
 VIEW_IDS = 2_000_000_000
 """Value ids of views that no op of the step made, but a `.data =` or an in-place metadata change."""
+
+
+FROM_THE_TENSOR = -1
+"""Start of captured bytes: where the tensor itself begins at that moment, not a fixed place in its storage."""
 
 
 class NotDescribableError(Exception):
@@ -70,6 +75,7 @@ class BuiltSegment:
     spec: SegmentSpec
     native: dict[str, Any]  # arguments of Step.make_segment
     captured: list[CapturedInput]  # per input of the spec
+    offsets: dict[int, int]  # storages that were made to begin at their only input
 
 
 @dataclass(slots=True)
@@ -94,6 +100,7 @@ class _Builder:
     external_inputs: dict[int, int] = field(default_factory=dict)
     number_checks: list[tuple[int, int]] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)
+    offsets: dict[int, int] = field(default_factory=dict)  # bytes before a storage that was made to begin at its input
     next_view: int = VIEW_IDS
 
 
@@ -134,6 +141,7 @@ def build_segment(
         for index, entry in enumerate(builder.inputs)
         if isinstance(entry, TensorInput) and entry.value.storage in builder.written
     ]
+    _normalize_offsets(builder)
     spec = SegmentSpec(
         storages=tuple(builder.storages),
         inputs=tuple(builder.inputs),
@@ -157,7 +165,25 @@ def build_segment(
         "number_checks": builder.number_checks,
         "publishes": [publish.channel for publish in builder.publishes],
     }
-    return BuiltSegment(spec, native, builder.captured)
+    return BuiltSegment(spec, native, builder.captured, builder.offsets)
+
+
+def _normalize_offsets(builder: _Builder) -> None:
+    """External memory seen through one input begins at that input: a batch that is a moving slice is one artifact."""
+    users: dict[int, list[int]] = {}
+    for index, entry in enumerate(builder.inputs):
+        if isinstance(entry, TensorInput):
+            users.setdefault(entry.value.storage, []).append(index)
+    views = {value.storage for value in builder.values.values() if builder.input_of_value.get(value.id) is None}
+    for storage, indices in users.items():
+        entry = builder.inputs[indices[0]]
+        if len(indices) > 1 or storage in views or not isinstance(entry, TensorInput):
+            continue
+        value = dataclasses.replace(entry.value, offset=0)
+        builder.inputs[indices[0]] = TensorInput(value)
+        builder.values[value.id] = value
+        builder.storages[storage] = Storage(value.extent()[1], True)
+        builder.offsets[storage] = entry.value.extent()[0]
 
 
 def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
@@ -353,7 +379,8 @@ def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:
     items: list[tuple[Any, ...]] = []
     for storage, (low, high) in _touched(built.spec).items():
         first = next(c for c in built.captured if c.storage == storage)
-        items.append((first.position, first.input, low, high - low))
+        start = FROM_THE_TENSOR if storage in built.offsets else low
+        items.append((first.position, first.input, start, high - low))
     items += [(c.position, c.arg, c.element, c.number_type, 0) for c in built.captured if c.input < 0]
     return items
 
