@@ -538,6 +538,45 @@ def test_gradcheck_inside_a_step() -> None:
     check(lambda: function_program(step), phase=None, max_fallbacks=10, min_co_executed=0)
 
 
+@pytest.mark.xfail(strict=True, reason="versions of arguments are bumped that eager does not bump")
+def test_ops_that_write_an_argument_which_is_saved() -> None:
+    def body(x: torch.Tensor, w: torch.Tensor) -> Any:
+        w.grad = None
+        y = nn.functional.rrelu(x @ w, training=True)
+        z = torch._native_batch_norm_legit(y, None, None, torch.zeros(4), torch.ones(4), True, 0.1, 1e-5)[0]
+        z.sin().sum().backward()
+        return y.detach()
+
+    check(lambda: weighted(body))
+
+
+_KERNEL = pytest.mark.xfail(strict=True, reason="an op with a kernel of its own is decomposed")
+ACTIVATIONS = (
+    pytest.param("mish", marks=_KERNEL),
+    "silu",
+    "gelu",
+    "softplus",
+    "hardswish",
+    "elu",
+    "selu",
+    "glu",
+    "logsigmoid",
+    "tanhshrink",
+    "celu",
+)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_backward_of_activations_runs_eagers_kernels(name: str) -> None:
+    def body(x: torch.Tensor, w: torch.Tensor) -> Any:
+        w.grad = None
+        y = getattr(nn.functional, name)((x @ w).repeat(3, 5) * 7)
+        y.sum().backward()
+        return y.detach()
+
+    check(lambda: weighted(body))
+
+
 def test_modules_with_parametrizations() -> None:
     def make() -> Program:
         layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))

@@ -458,7 +458,6 @@ def test_batch_norm_and_its_buffers() -> None:
     check(make)
 
 
-@pytest.mark.xfail(strict=True, reason="native_batch_norm writes statistics that its schema does not declare")
 def test_running_statistics_read_by_python_in_the_step() -> None:
     def make() -> Program:
         layer = nn.BatchNorm1d(64)

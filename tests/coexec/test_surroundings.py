@@ -362,6 +362,7 @@ def test_a_model_under_torch_compile_inside_the_step(backend: str) -> None:
 def test_torch_compile_still_compiles_outside_of_steps() -> None:
     from torch._dynamo.testing import CompileCounter
 
+    torch.compiler.set_stance("default")  # whatever earlier tests left
     torch._dynamo.reset()
     counter = CompileCounter()
     outside = torch.compile(lambda x: torch.relu(x) + 1, backend=counter)
