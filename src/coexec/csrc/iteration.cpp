@@ -10,6 +10,7 @@
 namespace coexec {
 namespace {
 constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration
+constexpr int64_t kPublishBatch = 8;
 constexpr int64_t kWakeBatch = 64; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
 
 double since(Clock::time_point t) {
@@ -57,6 +58,7 @@ void check_signals() {
 void Iteration::reset(size_t slots) {
   chunks_.reserve(kMaxChunks);
   size_.store(0);
+  written_.store(0);
   done_.store(0);
   failed_at_.store(-1);
   closed_.store(false);
@@ -85,7 +87,7 @@ void Iteration::reset(size_t slots) {
 Iteration::~Iteration() = default;
 
 Entry& Iteration::next_entry() {
-  int64_t n = size_.load(std::memory_order_relaxed);
+  int64_t n = size();
   if ((n & kMask) == 0 && static_cast<size_t>(n >> kBits) == chunks_.size()) {
     TORCH_CHECK(chunks_.size() < kMaxChunks, "coexec: more than ", kMaxChunks << kBits, " ops in one step");
     chunks_.push_back(std::make_unique<Entry[]>(1 << kBits));
@@ -102,8 +104,11 @@ Entry& Iteration::next_entry() {
   return e;
 }
 
-void Iteration::publish() {
-  int64_t n = size_.load(std::memory_order_relaxed) + 1;
+void Iteration::publish(bool heavy) {
+  int64_t n = size() + 1, visible = size_.load(std::memory_order_relaxed);
+  written_.store(n, std::memory_order_release);
+  if (n - visible < kPublishBatch && !heavy)
+    return;
   size_.store(n, std::memory_order_release);
   if (graph_sleeps_.load(std::memory_order_relaxed) && (!lazy || demanded.load()) &&
       n - done_.load(std::memory_order_relaxed) >= kWakeBatch)
@@ -111,6 +116,10 @@ void Iteration::publish() {
 }
 
 void Iteration::flush() {
+  // Another thread may be the one that needs a value while the step's own thread waits for it in turn.
+  int64_t written = written_.load(std::memory_order_acquire), visible = size_.load();
+  while (visible < written && !size_.compare_exchange_weak(visible, written)) {
+  }
   // Full barrier: our size_ store and the GraphRunner's graph_sleeps_ store must not miss each other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (graph_sleeps_.load(std::memory_order_relaxed) && graph_sleeps_.exchange(false)) { // one signal per sleep
@@ -120,6 +129,7 @@ void Iteration::flush() {
 }
 
 void Iteration::close() {
+  flush(); // all entries are visible before the end is
   closed_.store(true);
   demanded.store(true);
   flush();
@@ -288,7 +298,7 @@ void Iteration::track(StorageRecord* r) {
 }
 
 void Iteration::storage_died(StorageRecord* r) {
-  death_[r->sid] = size_.load(std::memory_order_relaxed);
+  death_[r->sid] = size();
   record_resolved(r);
 }
 

@@ -120,6 +120,9 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> allocating = {
       "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"};
   i->allocates = allocating.count(base) != 0;
+  static const std::unordered_set<std::string> products = {"mm", "addmm", "bmm", "baddbmm"};
+  i->heavy = products.count(base) || base.find("convolution") != std::string::npos ||
+      base.find("attention") != std::string::npos || base.find("lstm") != std::string::npos;
   // Output sizes that depend on values although no tag says so.
   static const std::unordered_set<std::string> sized_by_values = {"_pack_padded_sequence", "_pad_packed_sequence",
       "_ctc_loss", "segment_reduce", "_embedding_bag", "_embedding_bag_forward_only", "to_padded_tensor"};

@@ -42,6 +42,7 @@ struct OpInfo {
   bool bumps_version =
       false; // writes tensors but has no ADInplaceOrView kernel: its slow kernel bumps versions in eager
   bool random = false;
+  bool heavy = false; // matrix products, convolutions, attention: the GraphRunner should start at once
   bool allocates = false; // returns uninitialized memory (aten::empty and its kin)
   bool may_raise = false; // the kernel checks values (an index, a factorization ...)
 };

@@ -548,7 +548,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, n.info->args.size());
   for (auto& r : results)
     stack->push_back(std::move(r));
-  it_->publish();
+  it_->publish(n.info->heavy);
   if (foreign_write) // the next line of Python may read that memory without PyTorch
     wait(index + 1, Wait::ForeignWrite);
 }
@@ -569,7 +569,7 @@ void Step::view(
     if (describing)
       describe(n, &v, it_->entry(it_->size()), torch::jit::last(*stack, n_args));
     bool pending = !in_.empty() && external_writes_.count(storage_of(*in_[0].tensor));
-    it_->publish();
+    it_->publish(false);
     run_now(op, ks, stack);
     if (pending)
       for (const auto& x : torch::jit::last(*stack, n.info->n_returns))
@@ -593,7 +593,7 @@ void Step::view(
     }
     if (describing)
       describe(n, &v, it_->entry(it_->size()), {});
-    it_->publish();
+    it_->publish(false);
     return;
   }
   auto args = torch::jit::last(*stack, n_args);
@@ -616,7 +616,7 @@ void Step::view(
   torch::jit::drop(*stack, n_args);
   for (auto& x : results)
     stack->push_back(std::move(x));
-  it_->publish();
+  it_->publish(false);
 }
 
 at::Tensor Step::fetched_value(const In& in, int64_t index) {
@@ -643,7 +643,7 @@ void Step::fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks,
   int64_t index = it_->size();
   if (describing)
     describe(n, nullptr, it_->entry(index), torch::jit::last(*stack, 1));
-  it_->publish();
+  it_->publish(false);
   stats.fetches++;
   if (in.record) {
     stack->back() = fetched_value(in, index);
@@ -670,16 +670,16 @@ void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::Dispatch
     PausedGuard inside_kernel(*this); // what a Python kernel does is no part of the step
     run_now(op, ks, stack);
   } catch (...) {
-    it_->publish();
+    it_->publish(false);
     throw;
   }
-  it_->publish();
+  it_->publish(false);
 }
 
 void Step::close_barrier() {
   if (barrier_open_) {
     barrier_open_ = false;
-    it_->publish();
+    it_->publish(false);
   }
 }
 
