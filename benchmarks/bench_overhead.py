@@ -7,6 +7,7 @@ real model; the kernels are so small that nearly all of the time is dispatch. Re
 
     eager              y.add(w), w requiring grad
     PythonRunner       the same op, matched in the co-execution phase (StepStats.python_exec_s: stalls excluded)
+    tracing, recorded  the same op recorded while the iteration runs; what is learned from it comes after the iteration
     tracing, new       the same op recorded and merged into a TraceGraph that does not know it
     tracing, covered   the same op recorded and merged into a TraceGraph that does
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine, write_result
+from coexec.intercept.native import native_if_ready, new_step
 
 OPS = 1000
 DEPTH = 25
@@ -56,6 +58,7 @@ def measure(rounds: int) -> dict[str, Any]:
     reach_co_execution(compiled_single)
     return {
         **per_op(chain, compiled, rounds),
+        **recording(chain, rounds),
         **tracing(chain, compiled, max(5, rounds // 4)),
         **per_step(single, compiled_single, rounds),
     }
@@ -145,6 +148,24 @@ def tracing(chain: Callable[[], None], step: Any, rounds: int) -> dict[str, Any]
             figures[f"{kind}_us_per_op"].append(duration_s / OPS * 1e6)
             figures[f"{kind}_ratio"].append(duration_s / eager_s)
     return {f"tracing_{name}": median(values) for name, values in figures.items() if values}
+
+
+def recording(chain: Callable[[], None], rounds: int) -> dict[str, Any]:
+    """Returns microseconds per op while an iteration is recorded, without what happens between iterations."""
+    module = native_if_ready()
+    assert module is not None, "the caller waits for the native core first"
+    native = new_step(module)
+
+    def traced() -> None:
+        native.begin_trace((), 0)
+        chain()
+        native.finish()
+
+    durations = [(timed_s(chain), timed_s(traced)) for _ in range(rounds)]
+    return {
+        "tracing_recorded_us_per_op": median(traced_s for _, traced_s in durations) / OPS * 1e6,
+        "tracing_recorded_ratio": median(traced_s / eager_s for eager_s, traced_s in durations),
+    }
 
 
 def traced_calls_s(step: Any) -> list[float]:

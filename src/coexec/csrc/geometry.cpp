@@ -17,6 +17,8 @@ struct Hash {
 };
 } // namespace
 
+static const Geometry* intern_new(const c10::TensorImpl& t);
+
 const Geometry* intern(Geometry g) {
   static std::mutex m;
   static auto* table = new std::unordered_set<Geometry, Hash>(); // leaked on purpose: outlives static destructors
@@ -25,6 +27,17 @@ const Geometry* intern(Geometry g) {
 }
 
 const Geometry* intern_of(const c10::TensorImpl& t) {
+  // The same few geometries come again and again while an iteration is recorded.
+  constexpr size_t kRecent = 8;
+  static thread_local const Geometry* recent[kRecent] = {};
+  static thread_local size_t next = 0;
+  for (const auto* g : recent)
+    if (g && matches(*g, t))
+      return g;
+  return recent[next++ % kRecent] = intern_new(t);
+}
+
+static const Geometry* intern_new(const c10::TensorImpl& t) {
   Geometry g{t.dtype().toScalarType(), t.storage_offset(), {}, {}};
   g.sizes.assign(t.sizes().begin(), t.sizes().end());
   g.strides.assign(t.strides().begin(), t.strides().end());

@@ -46,8 +46,8 @@ class Iteration {
 
   // --- PythonRunner
   Entry& next_entry(); // to be filled, then publish()
-  // `heavy`: worth the GraphRunner's attention at once. Light ops become visible in batches: each time the runners' cores
-  // exchange a cache line, it costs as much as matching an op.
+  // `heavy`: worth the GraphRunner's attention at once. Light ops become visible in batches: each time the runners'
+  // cores exchange a cache line, it costs as much as matching an op.
   void publish(bool heavy);
   void flush(); // wakes the GraphRunner if it sleeps
   void close(); // no more entries will come
@@ -150,7 +150,8 @@ class Iteration {
   static constexpr int64_t kMask = (1 << kBits) - 1;
   std::vector<std::unique_ptr<Entry[]>> chunks_; // capacity reserved: never reallocates while both runners run
   // Each runner polls what the other one stores: not on one cache line.
-  std::atomic<int64_t> written_{0}; // entries that the PythonRunner has filled; size_ of them are visible to the GraphRunner
+  std::atomic<int64_t> written_{
+      0}; // entries that the PythonRunner has filled; size_ of them are visible to the GraphRunner
   alignas(64) std::atomic<int64_t> size_{0};
   alignas(64) std::atomic<int64_t> done_{0};
   alignas(64) std::atomic<int64_t> failed_at_{-1};

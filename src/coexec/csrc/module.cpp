@@ -39,7 +39,7 @@ py::object to_python(const c10::IValue& v) {
 }
 
 // Static attributes and the numbers that may vary, as records.OpRecord wants them.
-std::pair<py::tuple, py::tuple> attributes(const std::vector<Arg>& args) {
+std::pair<py::tuple, py::tuple> attributes(c10::ArrayRef<Arg> args) {
   py::list st, numbers;
   for (const auto& a : args) {
     switch (a.type) {

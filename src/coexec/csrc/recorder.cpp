@@ -95,7 +95,7 @@ bool writes_argument(const OpInfo& info, c10::ArrayRef<c10::IValue> args, int16_
 
 void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
     c10::DispatchKeySet ks, torch::jit::Stack* stack) {
-  TraceOp t;
+  TraceOp& t = ops.emplace_back(); // filled in place
   t.info = info;
   t.location = location;
   t.uid = uid;
@@ -114,21 +114,21 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
     t.kind = Kind::Sync;
   else if (info->allocates && native_fills.count(location))
     t.kind = Kind::Host;
-  std::vector<c10::IValue> before(args.begin(), args.end());
+  c10::SmallVector<c10::IValue, 6> before(args.begin(), args.end());
   try {
     c10::impl::ExcludeDispatchKeyGuard g(c10::DispatchKey::Fake);
     op.redispatchBoxed(ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Fake), stack);
   } catch (...) {
     if (t.kind == Kind::Sync) // it did run, and Python may go on behind a handler
-      append_sync(std::move(t));
+      forget_results(t);
+    else
+      ops.pop_back();
     throw;
   }
   if (t.kind != Kind::Fetch)
     describe_outputs(t, before, torch::jit::last(*stack, info->n_returns));
   if (t.kind == Kind::Sync)
-    append_sync(std::move(t));
-  else
-    ops.push_back(std::move(t));
+    forget_results(t);
 }
 
 namespace {
@@ -151,13 +151,13 @@ void each_input(const OpInfo& info, c10::ArrayRef<c10::IValue> args, F&& f) {
 } // namespace
 
 void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results) {
-  std::vector<const at::Tensor*> inputs;
-  std::vector<int16_t> arg_of;
+  c10::SmallVector<const at::Tensor*, 6> inputs;
+  c10::SmallVector<int16_t, 6> arg_of;
   each_input(*t.info, before, [&](const at::Tensor& x, int16_t arg) {
     inputs.push_back(&x);
     arg_of.push_back(arg);
   });
-  std::vector<at::Tensor> outs;
+  c10::SmallVector<at::Tensor, 3> outs;
   for (const auto& r : results) {
     if (r.isTensor()) {
       t.returns.push_back(-1);
@@ -165,7 +165,7 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     } else if (r.isTensorList()) {
       auto l = r.toTensorVector();
       t.returns.push_back(static_cast<int32_t>(l.size()));
-      outs.insert(outs.end(), l.begin(), l.end());
+      outs.append(l.begin(), l.end());
     } else {
       t.kind = Kind::Sync;
       return;
@@ -214,7 +214,7 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     t.kind = Kind::View;
   if (inplace_view)
     t.writes.clear();
-  int32_t index = static_cast<int32_t>(ops.size());
+  int32_t index = static_cast<int32_t>(ops.size()) - 1;
   for (size_t k = 0; k < outs.size(); k++) {
     const auto& o = t.outputs[k];
     if (!o.defined)
@@ -234,14 +234,13 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
 }
 
 // What a SYNC op touched is real memory, its results included; nothing else about them is known ahead.
-void Recorder::append_sync(TraceOp t) {
+void Recorder::forget_results(TraceOp& t) {
   make_external(t);
   t.returns.clear();
   t.outputs.clear();
   t.geometries.clear();
   t.nbytes.clear();
   t.storages.clear();
-  ops.push_back(std::move(t));
 }
 
 void Recorder::make_external(const TraceOp& t) {

@@ -22,19 +22,20 @@ struct TraceInput {
   c10::StorageImpl* storage; // identity only
 };
 
+// Inline storage: a recorded op costs a handful of allocations less, which is what recording costs.
 struct TraceOp {
   const OpInfo* info = nullptr;
   Kind kind = Kind::Compute;
   uint64_t location = 0, uid = 0;
   int32_t node = -1; // already matched (the prefix after a fallback): nothing else is filled
-  std::vector<Arg> args;
-  std::vector<TraceInput> inputs;
-  std::vector<int32_t> returns;
-  std::vector<Output> outputs;
-  std::vector<const Geometry*> geometries; // per output
-  std::vector<size_t> nbytes; // per output
-  std::vector<c10::StorageImpl*> storages; // per output
-  std::vector<int16_t> writes;
+  c10::SmallVector<Arg, 4> args;
+  c10::SmallVector<TraceInput, 3> inputs;
+  c10::SmallVector<int32_t, 1> returns;
+  c10::SmallVector<Output, 1> outputs;
+  c10::SmallVector<const Geometry*, 1> geometries; // per output
+  c10::SmallVector<size_t, 1> nbytes; // per output
+  c10::SmallVector<c10::StorageImpl*, 1> storages; // per output
+  c10::SmallVector<int16_t, 2> writes;
 };
 
 struct TraceExternal {
@@ -55,7 +56,8 @@ bool is_special(const c10::TensorImpl& t);
 // One Arg per schema argument; `on_input(tensor, arg, element)` is called for each flattened tensor input.
 // Returns false if an argument makes the op effectful (a Generator, an object).
 template <class OnInput>
-bool encode_args(const OpInfo& info, c10::ArrayRef<c10::IValue> stack, std::vector<Arg>* out, OnInput&& on_input);
+bool encode_args(
+    const OpInfo& info, c10::ArrayRef<c10::IValue> stack, c10::SmallVectorImpl<Arg>* out, OnInput&& on_input);
 
 class Recorder {
  public:
@@ -74,7 +76,7 @@ class Recorder {
   void record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* t);
   void classify_host_ops();
 
-  std::vector<TraceOp> ops;
+  std::deque<TraceOp> ops; // never moved
   std::vector<TraceExternal> externals;
   bool complete = false;
   // Locations of aten::empty whose memory native code fills through its pointer: real memory from the start.
@@ -84,12 +86,12 @@ class Recorder {
   struct Known {
     c10::weak_intrusive_ptr<c10::StorageImpl> alive; // keeps the address from being reused, not the memory
     int32_t external_storage; // dense number, or -1 if an op of the trace made it
-    std::vector<std::pair<const Geometry*, TraceValue>> values;
+    c10::SmallVector<std::pair<const Geometry*, TraceValue>, 2> values;
   };
   TraceInput input(const at::Tensor& t);
   void describe_outputs(TraceOp& op, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results);
   void make_external(const TraceOp& op);
-  void append_sync(TraceOp op);
+  void forget_results(TraceOp& op);
 
   ska::flat_hash_map<c10::StorageImpl*, Known> known_;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> forgotten_;
@@ -99,7 +101,8 @@ class Recorder {
 };
 
 template <class OnInput>
-bool encode_args(const OpInfo& info, c10::ArrayRef<c10::IValue> stack, std::vector<Arg>* out, OnInput&& on_input) {
+bool encode_args(
+    const OpInfo& info, c10::ArrayRef<c10::IValue> stack, c10::SmallVectorImpl<Arg>* out, OnInput&& on_input) {
   bool plain = true;
   out->reserve(stack.size());
   for (size_t i = 0; i < stack.size(); i++) {

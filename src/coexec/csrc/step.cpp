@@ -807,10 +807,10 @@ void Step::extend(const std::vector<int32_t>& nodes) {
     n->kind = t.kind;
     n->location = t.location;
     n->uid = t.uid;
-    n->args = t.args;
-    n->returns = t.returns;
-    n->outputs = t.outputs;
-    n->writes = t.writes;
+    n->args.assign(t.args.begin(), t.args.end());
+    n->returns.assign(t.returns.begin(), t.returns.end());
+    n->outputs.assign(t.outputs.begin(), t.outputs.end());
+    n->writes.assign(t.writes.begin(), t.writes.end());
     n->producers.resize(t.inputs.size());
     TORCH_CHECK(program.add(std::move(n)).id == nodes[i], "coexec: nodes must be numbered in order of appearance");
   }
@@ -852,8 +852,8 @@ void Step::extend(const std::vector<int32_t>& nodes) {
       continue;
     for (auto& in : t.inputs)
       var.inputs.push_back(in.geometry);
-    var.outputs = t.geometries;
-    var.nbytes = t.nbytes;
+    var.outputs.assign(t.geometries.begin(), t.geometries.end());
+    var.nbytes.assign(t.nbytes.begin(), t.nbytes.end());
     bool known = false;
     for (auto& v : n.variants) {
       bool same = v.inputs == var.inputs && v.numbers.size() == var.numbers.size();

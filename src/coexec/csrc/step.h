@@ -75,7 +75,7 @@ class Step {
   StepStats stats;
   std::shared_ptr<const SegmentTable> segments;
   std::vector<int32_t> path; // nodes of the last co-executed iteration
-  std::unordered_map<uint64_t, LocationInfo> locations;
+  ska::flat_hash_map<uint64_t, LocationInfo> locations;
   bool paused = false;
   bool describing = false; // fill `description` in this iteration
   std::vector<OpDescription> description;
