@@ -38,6 +38,14 @@ class Program:
     after: Callable[[int, Any], None] = lambda i, result: None  # what the caller does with the result of call `i`
 
 
+@dataclass(frozen=True)
+class Raised:
+    """Stands for the result of a call that raised."""
+
+    kind: str
+    text: str
+
+
 @dataclass
 class Outcome:
     """What one run showed."""
@@ -89,11 +97,11 @@ def run(make: Callable[[], Program], n: int, wrap: Callable[[Any], Any] | None, 
         try:
             result: Any = step(*args)
         except Exception as error:
-            result = ("raised", type(error), str(error))
+            result = Raised(type(error).__name__, str(error))
             out.errors.append(error.with_traceback(None))
         else:
             program.after(i, result)
-        if i % 3 == 2:
+        if i % 3 == 2 and type(result) is not Raised:
             kept.append(result)
             seen: Any = "kept"
         else:
