@@ -721,8 +721,11 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   it_->wait_done(it_->size(), false);
   it_->close();
   graph.join_iteration();
-  if (auto at = it_->failed_at(); at >= 0 && static_cast<size_t>(at) < path.size())
+  if (auto at = it_->failed_at(); at >= 0 && static_cast<size_t>(at) < path.size()) {
+    const Node& failed = program.at(path[at]);
+    fallback = Fallback{"kernel error", failed.info->name, failed.location, failed.id};
     path.resize(at); // ops from the failed one on never happened
+  }
   drop_keys();
   forget_pending_writes(it_.get());
   learn_native_fills();

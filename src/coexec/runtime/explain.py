@@ -23,9 +23,11 @@ def explain(runner: StepRunner) -> str:
     for reason, count in sorted(stats.fallbacks.items(), key=lambda item: -item[1]):
         lines.append(f"  fallback: {reason}: {count}")
     for event in runner.history.fallbacks:
-        lines.append(f"    iteration {event.iteration}: {event.reason}: {event.op} at {event.place}")
+        lines.append(f"    {event}")
     lines.append(
         f"  graph: {len(runner.graph.nodes)} nodes, {stats.switches} switches, segments {stats.segments or 'none'}, "
         f"{stats.fetches} fetches, {stats.feeds} feeds"
     )
+    lines += [f"    {text}" for text in runner.segments.describe()]
+    lines += [f"  Python waited: {why}: {count}" for why, count in runner.waits().items() if count]
     return "\n".join(lines)

@@ -24,6 +24,9 @@ class FallbackEvent:
     op: str  # what Python did where the graph knew something else
     place: str  # "file:line in function" of the user's code
 
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}: {self.reason}: {self.op} at {self.place}"
+
 
 class History:
     """The latest events of one step."""
@@ -31,10 +34,12 @@ class History:
     def __init__(self) -> None:
         self.fallbacks: deque[FallbackEvent] = deque(maxlen=LATEST)
 
-    def fallback(self, iteration: int, event: tuple[str, str, int, int], native: Any) -> None:
-        """Notes one fallback of `iteration`; `event` is (reason, op, location, node before it)."""
+    def fallback(self, iteration: int, event: tuple[str, str, int, int], native: Any) -> FallbackEvent:
+        """Notes and returns one fallback of `iteration`; `event` is (reason, op, location, node before it)."""
         reason, op, location, _ = event
-        self.fallbacks.append(FallbackEvent(iteration, reason, op, user_line(native.chain(location))))
+        noted = FallbackEvent(iteration, reason, op, user_line(native.chain(location)))
+        self.fallbacks.append(noted)
+        return noted
 
 
 def user_line(chain: list[tuple[Any, int]]) -> str:

@@ -310,12 +310,27 @@ class SegmentManager:
         """Returns how many Switch-Cases wait for Case Select."""
         return sum(case.is_branch for case in self.plan.switch_cases) if self.plan else 0
 
+    def describe(self) -> list[str]:
+        """Returns a line per segment with work in it: what it is, its executor, and why."""
+        return [_describe(segment) for segment in self.segments if segment.planned.compile]
+
     def compiling(self) -> bool:
         """Whether the compile worker still has a segment of this step."""
         return any(s.state is State.COMPILING for s in self.segments)
 
 
 _UNDER_WAY = (State.OBSERVED, State.DESCRIBED, State.COMPILING)
+
+
+def _describe(segment: ManagedSegment) -> str:
+    native = segment.native
+    text = f"{segment.planned.kind} segment of {len(segment.nodes)} ops: {segment.state.value}"
+    if segment.reason:
+        text += f": {segment.reason}"
+    text += f", {native.runs} compiled runs"
+    if native.discards:
+        text += f", {native.discards} discarded, the last because: {native.last_discard}"
+    return text
 
 
 def _initial_state(planned: Segment) -> tuple[State, str]:

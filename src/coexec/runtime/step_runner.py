@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from coexec.config import Options
+from coexec.config import Options, debug_level
 from coexec.errors import ReentrantStepError
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
 from coexec.runtime.dynamo import ForceEager, force_eager
 from coexec.runtime.graph_view import GraphView
-from coexec.runtime.history import History
+from coexec.runtime.history import History, user_line
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
 
 MAX_NODES = 200_000
 """A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
+
+
+def _name_the_line(error: BaseException, native: Any) -> None:
+    """A kernel's error comes at a wait or at the step's end: say which line it belongs to."""
+    fallback = native.fallback
+    if fallback is not None and fallback[0] == "kernel error":
+        error.add_note(f"coexec: raised by {fallback[1]} at {user_line(native.chain(fallback[2]))}")
 
 
 def _diverged(fallback: tuple[str, str, int, int] | None) -> bool:
@@ -142,8 +150,9 @@ class StepRunner:
                 native.finish()
             else:
                 native.abort()
-        except BaseException:
+        except BaseException as error:
             completed = False
+            _name_the_line(error, native)
             raise
         finally:
             self._release()
@@ -171,11 +180,19 @@ class StepRunner:
         self.policy = PhasePolicy()
 
     def _learn(self, completed: bool) -> None:
+        before = self.policy.phase
+        self._learn_from_iteration(completed)
+        if self.policy.phase is not before and debug_level() >= 1:
+            print(f"coexec: step {self.name}: {before.value} -> {self.policy.phase.value}", file=sys.stderr)
+
+    def _learn_from_iteration(self, completed: bool) -> None:
         native = self._native
         fallback = native.fallback
         if fallback is not None:
             self.counters.fallbacks[fallback[0]] += 1
-            self.history.fallback(self.counters.iterations, fallback, native)
+            event = self.history.fallback(self.counters.iterations, fallback, native)
+            if debug_level() >= 1:
+                print(f"coexec: step {self.name}: {event}", file=sys.stderr)
         if not native.has_trace:
             self.counters.co_executed += 1
             self.counters.python_s += time.perf_counter() - self._started_s
@@ -205,6 +222,11 @@ class StepRunner:
         return wait_compiled(self.segments, max(0.0, deadline_s - time.monotonic()))
 
     # ------------------------------------------------------------------------------------------------------ asking why
+
+    def waits(self) -> dict[str, int]:
+        """Returns how often Python waited for the graph, by reason."""
+        waits: dict[str, int] = self._native.stats()["waits"] if self._native is not None else {}
+        return waits
 
     def graph_view(self) -> Any:
         """Returns the TraceGraph, printable."""
