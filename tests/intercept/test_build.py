@@ -16,6 +16,7 @@ import pytest
 from coexec import errors
 from coexec.intercept import build as native
 from coexec.intercept import compile_core, toolchain
+from coexec.intercept.compile_core import MODULE_NAME
 
 pytestmark = pytest.mark.compile
 
@@ -262,7 +263,8 @@ def test_compile_error_shows_the_compiler_line_and_the_log(sources: Path) -> Non
     assert native.native_path_if_ready(sources) is None
 
 
-def test_core_that_cannot_be_loaded_is_removed(sources: Path) -> None:
+def test_core_that_cannot_be_loaded_is_removed(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, MODULE_NAME, raising=False)  # another test may have loaded the real one
     path = native.build(verbose=False, sources=sources)
     path.write_bytes(b"not a shared object")
     with pytest.raises(errors.NativeBuildError, match="cannot load it"):

@@ -96,6 +96,7 @@ class _Builder:
     input_of_value: dict[int, int] = field(default_factory=dict)
     spec_ops: list[Op] = field(default_factory=list)
     written: set[int] = field(default_factory=set)  # external storages (index) that are written
+    written_values: set[int] = field(default_factory=set)  # through which they are written
     made: set[int] = field(default_factory=set)  # memory (sid) made in the segment
     external_inputs: dict[int, int] = field(default_factory=dict)
     number_checks: list[tuple[int, int]] = field(default_factory=list)
@@ -136,11 +137,7 @@ def build_segment(
         if op is not None:
             _add(builder, position, op, writes.get(node, ()))
     outputs = [slot for slot in sorted(builder.made) if slot in survivors]
-    mutated = [
-        index
-        for index, entry in enumerate(builder.inputs)
-        if isinstance(entry, TensorInput) and entry.value.storage in builder.written
-    ]
+    mutated = _mutated_inputs(builder)
     _normalize_offsets(builder)
     spec = SegmentSpec(
         storages=tuple(builder.storages),
@@ -166,6 +163,18 @@ def build_segment(
         "publishes": [publish.channel for publish in builder.publishes],
     }
     return BuiltSegment(spec, native, builder.captured, builder.offsets)
+
+
+def _mutated_inputs(builder: _Builder) -> list[int]:
+    """Inputs through which external memory is written. A weight also read transposed is two inputs, one of them written.
+
+    Raises:
+        NotDescribableError: a write goes through a view that is no input itself.
+    """
+    positions = {builder.input_of_value.get(value, -1) for value in builder.written_values}
+    if -1 in positions:
+        raise NotDescribableError("memory from outside is written through a view made in the segment")
+    return sorted(positions)
 
 
 def _normalize_offsets(builder: _Builder) -> None:
@@ -226,6 +235,7 @@ def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, .
         storage = builder.values[ids[index]].storage
         if builder.storages[storage].external:
             builder.written.add(storage)
+            builder.written_values.add(ids[index])
     outs = tuple(_define(builder, op, ids, out) for out in op.outputs)
     if kind == OpKind.VIEW and any(same for _, _, same, _, _ in op.outputs):
         _as_strided(builder, ids[0], outs[0])  # t_(), squeeze_(): the tensor changed, the memory did not
