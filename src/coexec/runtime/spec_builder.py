@@ -166,7 +166,7 @@ def build_segment(
 
 
 def _mutated_inputs(builder: _Builder) -> list[int]:
-    """Inputs through which external memory is written; a weight also read transposed is two inputs, one of them written.
+    """Inputs through which external memory is written. A weight also read transposed is two inputs, one written.
 
     Raises:
         NotDescribableError: a write goes through a view that is no input itself.
