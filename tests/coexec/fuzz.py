@@ -91,7 +91,7 @@ READS = (
 
 CONDITIONS = (
     "random.random() < 0.5",
-    "{a}.sum() > 0",
+    "{a}.sum() > 0.3137",  # not near what softmax, layer_norm or a - a.mean() give: rounding must not decide
     "calls[0] % 4 == 1",
     "calls[0] % 7 == 5",
     "{a}.mean().item() > 0.1",
