@@ -71,7 +71,6 @@ void GraphRunner::start(
   it_ = std::move(it);
   segments_ = std::move(segments);
   inputs_ = std::move(inputs);
-  state_.emplace();
   threads_ = at::get_num_threads();
   busy_ = true;
   cv_.notify_one();
@@ -118,19 +117,19 @@ void GraphRunner::loop() {
     std::lock_guard<std::mutex> l(m_);
     it_.reset();
     inputs_.clear();
-    state_.reset();
     busy_ = false;
     idle_cv_.notify_all();
   }
 }
 
+// Only what kernels read. Not at::ThreadLocalState: it brings the saved-tensor hooks of Python along, and with them the
+// GIL.
 void GraphRunner::adopt_thread_state() {
   if (at::get_num_threads() != threads_)
     at::set_num_threads(threads_); // OpenMP's thread count belongs to the thread
 }
 
 void GraphRunner::run_iteration() {
-  at::ThreadLocalStateGuard state(*state_);
   BelowEverything guards;
   adopt_thread_state();
   Iteration& it = *it_;

@@ -1,6 +1,5 @@
 // GraphRunner: one native thread per co-executed step. Executes the log of an iteration in order, never holds the GIL.
 #pragma once
-#include <ATen/ThreadLocalState.h>
 #include <thread>
 #include "iteration.h"
 #include "segment.h"
@@ -72,7 +71,6 @@ class GraphRunner {
   std::shared_ptr<Iteration> it_; // set under m_; owned by the thread while busy_
   std::shared_ptr<const SegmentTable> segments_;
   std::vector<StepInput> inputs_;
-  std::optional<at::ThreadLocalState> state_;
   int threads_ = 0;
   bool flush_denormal_ = false;
   GraphStats stats_;

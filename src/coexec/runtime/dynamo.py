@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from typing import Any
+
+
+_lock = threading.Lock()
+_active = 0  # iterations under way on all threads: the stance is the process's, the first sets it, the last restores it
+_stance: Any = None
 
 
 class ForceEager:
@@ -14,14 +20,23 @@ class ForceEager:
     """
 
     def __init__(self, dynamo: Any) -> None:
+        global _active, _stance
         # A step called by code under torch.compile is a graph break in it; its frame hook must not see our frames.
         self._set_eval_frame = dynamo.eval_frame.set_eval_frame
         self._callback = self._set_eval_frame(None)
-        self._stance = dynamo.set_stance("force_eager")
+        with _lock:
+            if _active == 0:
+                _stance = dynamo.set_stance("force_eager")
+            _active += 1
 
     def restore(self) -> None:
         """Back to what torch.compile did before."""
-        self._stance.__exit__(None, None, None)
+        global _active, _stance
+        with _lock:
+            _active -= 1
+            if _active == 0:
+                _stance.__exit__(None, None, None)
+                _stance = None
         self._set_eval_frame(self._callback)
 
 
