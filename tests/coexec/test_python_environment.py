@@ -321,7 +321,6 @@ def test_a_step_called_from_a_function_transform(transform: str) -> None:
         assert torch.equal(apply(step, batch(i)), apply(body, batch(i)))
 
 
-@pytest.mark.xfail(run=False, reason="deadlock: the graph thread takes over saved-tensor hooks")
 def test_a_step_recomputed_by_a_checkpoint() -> None:
     def run_with(f: Any) -> Any:
         w = torch.ones(4, requires_grad=True)

@@ -373,7 +373,6 @@ def test_torch_compile_still_compiles_outside_of_steps() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.xfail(strict=True, reason="steps on two threads restore the stance out of order")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_steps_on_several_threads_leave_torch_compile_switched_on() -> None:
     import torch._dynamo.eval_frame as frames

@@ -7,7 +7,6 @@ import sys
 import threading
 from typing import Any
 
-
 _lock = threading.Lock()
 _active = 0  # iterations under way on all threads: the stance is the process's, the first sets it, the last restores it
 _stance: Any = None
