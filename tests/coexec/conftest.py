@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import coexec
 from coexec.intercept.build import build
@@ -29,7 +29,8 @@ def quiet_process(request: pytest.FixtureRequest) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     limit_s = HANG_S if request.node.get_closest_marker("compile") is None else 10 * HANG_S
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+    uncaptured = request.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=uncaptured)
     yield
     faulthandler.cancel_dump_traceback_later()
     torch.set_num_threads(threads)
