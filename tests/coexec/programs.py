@@ -45,3 +45,18 @@ def training(
 def function_program(function: Callable[..., Any], rows: int = 6) -> Program:
     """A step without state: called with batch after batch."""
     return Program(function, lambda i: (batch(i, rows),))
+
+
+def weighted(body: Any, n_weights: int = 1) -> Program:
+    """A program whose step is `body(x, *weights)` with weights that require grad."""
+    weights = [torch.full((4, 4), 0.1 * (k + 1), requires_grad=True) for k in range(n_weights)]
+
+    def step(x: torch.Tensor) -> Any:
+        result = body(x, *weights)
+        with torch.no_grad():
+            for w in weights:
+                if w.grad is not None:
+                    w.sub_(0.05 * w.grad)
+        return result
+
+    return Program(step, lambda i: (batch(i),), lambda: weights)
