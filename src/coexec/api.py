@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -270,8 +269,3 @@ def reset() -> None:
     for compiled in list(_live):
         compiled.reset()
     _blocks.clear()
-
-
-def signature_of(function: Any) -> inspect.Signature:
-    """Returns the signature that a compiled callable shows."""
-    return inspect.signature(function)

@@ -57,8 +57,8 @@ class Options:
     )
     dynamic: bool | None = _declare(
         None,
-        "compile with symbolic sizes: None once a size has changed, True at once, False never",
-        choices=(None, True, False),
+        "reserved: compile with symbolic sizes. Not available yet (other sizes are replayed), so True is refused",
+        choices=(None, False),
         in_key=True,
     )
     mode: str = _declare(

@@ -27,7 +27,10 @@ class OpKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ValueRef:
-    """A value of one trace: output `output` of op `producer`, or external number `output` if `producer` is EXTERNAL."""
+    """A value of one trace: output `output` of op `producer`, or external number `output` if `producer` is EXTERNAL.
+
+    Number -1 is an external that is no plain strided CPU tensor (sparse, fake, quantized ...): its op is SYNC.
+    """
 
     producer: int
     output: int

@@ -254,7 +254,6 @@ def test_gradcheck_inside_a_step() -> None:
     check(lambda: function_program(step), phase=None, max_fallbacks=10, min_co_executed=0)
 
 
-@pytest.mark.xfail(strict=True, reason="versions of arguments are bumped that eager does not bump")
 def test_ops_that_write_an_argument_which_is_saved() -> None:
     def body(x: torch.Tensor, w: torch.Tensor) -> Any:
         w.grad = None
@@ -266,9 +265,8 @@ def test_ops_that_write_an_argument_which_is_saved() -> None:
     check(lambda: weighted(body))
 
 
-_KERNEL = pytest.mark.xfail(strict=True, reason="an op with a kernel of its own is decomposed")
 ACTIVATIONS = (
-    pytest.param("mish", marks=_KERNEL),
+    "mish",
     "silu",
     "gelu",
     "softplus",

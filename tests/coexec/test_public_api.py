@@ -203,7 +203,7 @@ def test_decorators_with_and_without_arguments() -> None:
     def called(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
-    @coexec.compile(backend="replay", numerics="exact", mode="lazy", dynamic=True)
+    @coexec.compile(backend="replay", numerics="exact", mode="lazy", dynamic=False)
     def optioned(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 

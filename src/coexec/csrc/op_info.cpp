@@ -107,10 +107,12 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
     aliased &= r.alias_info() != nullptr || (l && r.alias_info());
   }
   i->pass_through = ns == "profiler";
-  i->decompose = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  // An op with a CPU kernel of its own (mish_backward) runs it in eager: its decomposition rounds differently.
+  i->decompose = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+      !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
   i->is_fetch = s.name() == "aten::_local_scalar_dense";
   i->is_view = aliased && !writes;
-  i->bumps_version = writes && !op.hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView);
+  i->bumps_version = writes && base.rfind("_foreach_", 0) == 0;
   if (i->name == "aten::native_batch_norm") { // running statistics
     i->undeclared_writes = {3, 4};
     i->undeclared_if = 5;

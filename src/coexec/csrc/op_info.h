@@ -39,8 +39,7 @@ struct OpInfo {
   bool always_sync = false; // Python waits: data-dependent size, non-tensor result, custom op
   bool is_fetch = false;
   bool is_view = false; // by schema: returns alias an argument, nothing is written
-  bool bumps_version =
-      false; // writes tensors but has no ADInplaceOrView kernel: its slow kernel bumps versions in eager
+  bool bumps_version = false; // in-place foreach: eager's slow kernel calls `add_` per tensor, which bumps versions
   bool random = false;
   bool heavy = false; // matrix products, convolutions, attention: the GraphRunner should start at once
   bool allocates = false; // returns uninitialized memory (aten::empty and its kin)

@@ -136,7 +136,7 @@ class _Merger:
         for position, ref in enumerate(inputs):
             if ref.producer == EXTERNAL:
                 value = EXTERNAL_VALUE
-                if self.foreign[ref.output] and position not in node.foreign:
+                if ref.output >= 0 and self.foreign[ref.output] and position not in node.foreign:
                     node.foreign.add(position)
                     self.new_foreign.append((node.id, position))
             else:

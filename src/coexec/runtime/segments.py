@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from coexec.backends.worker import CompileWorker, Finished
 from coexec.config import Options, private_cache_dir
 from coexec.errors import CacheFolderError
 from coexec.graph.tracegraph import TraceGraph
+from coexec.intercept.native import native_if_ready
 from coexec.plan.cases import Plan, assign_cases
 from coexec.plan.segments import Segment, cut_segments
 from coexec.runtime.spec_builder import (
@@ -134,10 +135,9 @@ class SegmentManager:
         self.plan = assign_cases(graph)
         cut = cut_segments(graph, self.plan, native.bytes_written)
         known = {(segment.nodes, segment.planned.kind): segment for segment in self.segments}
-        module = type(native).__module__
-        make = __import__("sys").modules[module].Segment
+        make = _native_core().Segment
         self.segments = [
-            self._keep(known[planned.nodes, planned.kind], planned)
+            replace(known[planned.nodes, planned.kind], planned=planned)
             if (planned.nodes, planned.kind) in known
             else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), *_initial_state(planned))
             for planned in cut.segments
@@ -146,10 +146,6 @@ class SegmentManager:
         self._described = False
         self._reinstall(native)
         self._active = any(s.state in _UNDER_WAY for s in self.segments)
-
-    def _keep(self, old: ManagedSegment, planned: Segment) -> ManagedSegment:
-        old.planned = planned
-        return old
 
     def _reinstall(self, native: Any) -> None:
         native.install_segments([segment.native for segment in self.segments])
@@ -220,7 +216,7 @@ class SegmentManager:
             return
         self._capture_path = folder / f"live-{os.getpid()}-{next(_snapshot_numbers)}.json"
         binary = self._capture_path.with_suffix(".bin")
-        capture = __import__("sys").modules[type(native).__module__].Capture
+        capture = _native_core().Capture
         native.capture = capture(segment.native.id, str(binary), segment.built.spec.random, capture_plan(segment.built))
         self._captured, self._capture_tries = segment, 0
 
@@ -331,6 +327,13 @@ def _describe(segment: ManagedSegment) -> str:
     if native.discards:
         text += f", {native.discards} discarded, the last because: {native.last_discard}"
     return text
+
+
+def _native_core() -> Any:
+    """The loaded core: a step that has a plan runs in it."""
+    module = native_if_ready()
+    assert module is not None
+    return module
 
 
 def _initial_state(planned: Segment) -> tuple[State, str]:

@@ -54,5 +54,5 @@ def _op_problems(trace: Trace, index: int, op: OpRecord) -> Iterator[str]:
 
 def _exists(trace: Trace, index: int, ref: ValueRef) -> bool:
     if ref.producer == EXTERNAL:
-        return 0 <= ref.output < len(trace.externals)
+        return -1 <= ref.output < len(trace.externals)
     return 0 <= ref.producer < index and 0 <= ref.output < trace.ops[ref.producer].n_outputs
