@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <typeinfo>
+#include "openmp.h"
 #include "step.h"
 
 namespace coexec {
@@ -331,6 +332,7 @@ void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
   wait(it_->size(), Wait::Sync);
   resolve_inputs();
   run_unpublished(n, op, ks, stack);
+  release_openmp_workers();
 }
 
 // The GraphRunner must not pass an op that Python is still doing: it would read memory that the op writes, or draw

@@ -5,9 +5,13 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 #include <chrono>
+#include "openmp.h"
 
 namespace coexec {
 namespace {
+
+// Longer than Python takes from one step to the next in a plain loop, shorter than an evaluation between two steps.
+constexpr std::chrono::milliseconds kKeepWorkers(3);
 
 // Everything above the kernels was done on Python's side already.
 struct BelowEverything {
@@ -105,7 +109,13 @@ void GraphRunner::loop() {
   for (;;) {
     {
       std::unique_lock<std::mutex> l(m_);
-      cv_.wait(l, [&] { return stop_ || busy_; });
+      auto wanted = [&] { return stop_ || busy_; };
+      if (!cv_.wait_for(l, kKeepWorkers, wanted)) {
+        l.unlock();
+        release_openmp_workers();
+        l.lock();
+        cv_.wait(l, wanted);
+      }
       if (stop_ && !busy_)
         return;
     }

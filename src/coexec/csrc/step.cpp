@@ -3,6 +3,7 @@
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <typeinfo>
+#include "openmp.h"
 
 namespace coexec {
 Step*& active_step() {
@@ -63,6 +64,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     description.clear();
     external_descriptions.clear();
     external_writes_.clear();
+    release_openmp_workers(); // this thread computes nothing large from here on
     graph.start(it_, segments, step_arguments_);
   }
   active_step() = this;
