@@ -32,6 +32,7 @@ from coexec.backends.spec import SegmentSpec
 from coexec.backends.spec_json import dumps
 from coexec.config import private_cache_dir
 from coexec.errors import CacheFolderError
+from coexec.intercept.background import make_room, pacer
 
 TIMEOUT_S = 600.0
 MEMORY_BYTES = 16 << 30
@@ -115,6 +116,8 @@ class CompileWorker:
             self._read_answers()
             self._check_child()
             self._start_next()
+            if self._running is None and self._child is not None:
+                pacer.dismiss(self._child.process.pid)
             finished, self._finished = self._finished, []
             return finished
 
@@ -216,6 +219,7 @@ class CompileWorker:
             return self._fail(job, "crashed", f"the compile process could not be started: {error}", remember=False)
         job.started_s = time.monotonic()
         self._running = job
+        pacer.admit(self._child.process.pid)
 
     def _read_answers(self) -> None:
         for answer in self._child.answers() if self._child is not None else ():
@@ -247,10 +251,14 @@ class CompileWorker:
             if job is not None:
                 self._running = None
                 self._fail(job, "crashed", reason)
-        elif job is not None and time.monotonic() - job.started_s > self._timeout_s:
+        elif job is not None and self._worked_s(job, child) > self._timeout_s:
             self._stop_child()
             self._running = None
             self._fail(job, "timeout", f"compiling took more than {self._timeout_s:.0f} s")
+
+    @staticmethod
+    def _worked_s(job: _Job, child: _Child) -> float:
+        return time.monotonic() - job.started_s - pacer.stopped_s(child.process.pid)
 
     def _stop_child(self) -> None:
         if self._child is not None:
@@ -268,7 +276,7 @@ class _Child:
         except BaseException:
             self.log.close()
             raise
-        _be_idle(self.process.pid)
+        make_room(self.process.pid)
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self.partial = b""
@@ -324,6 +332,7 @@ def _end(process: subprocess.Popen[bytes], log: IO[bytes], owner_pid: int) -> No
     """Kill the child with its compilers and reap it."""
     if os.getpid() != owner_pid:
         return
+    pacer.dismiss(process.pid)
     if process.poll() is None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -348,14 +357,6 @@ def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         process_group=0,  # Ctrl-C does not reach it, and its compilers end with it; the session is ours
         env=_environment(),
     )
-
-
-def _be_idle(pid: int) -> None:
-    """The child and its compilers take only time that nobody else wants (nice 19 would cost a busy step 62%)."""
-    try:
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    except OSError:  # some sandboxes forbid it
-        os.setpriority(os.PRIO_PROCESS, pid, 19)
 
 
 def _command(memory_bytes: int) -> list[str]:

@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 #include <chrono>
+#include "memory.h"
 #include "openmp.h"
 
 namespace coexec {
@@ -65,8 +66,10 @@ GraphRunner::~GraphRunner() {
 void GraphRunner::start(
     std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs) {
   std::unique_lock<std::mutex> l(m_);
-  if (!thread_.joinable())
+  if (!thread_.joinable()) {
+    keep_freed_memory();
     thread_ = std::thread([this] { loop(); });
+  }
   idle_cv_.wait(l, [&] { return !busy_; });
   it_ = std::move(it);
   segments_ = std::move(segments);

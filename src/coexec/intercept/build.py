@@ -1,13 +1,13 @@
 """The native core on first use: is it there, build it, load it.
 
     path = native_path_if_ready()        # a few milliseconds; None if it has to be built
-    handle = start_background_build()    # a child process at idle priority; handle.poll() now and then
+    handle = start_background_build()    # a paced child process; handle.poll() now and then
     path = build()                       # or block until it is there
     native = load(path)                  # the module coexec._native
 
 The background build runs in a child (`python -m coexec.intercept`), so that the user's step keeps running eagerly
-meanwhile. It has idle priority and a process group of its own: it takes only time that nobody else wants, Ctrl-C does
-not reach it, and it ends with its parent, however the parent ends.
+meanwhile. It has a low priority and a process group of its own, which is paced (background.py); Ctrl-C does not reach
+it, and it ends with its parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from coexec.config import settings
 from coexec.errors import CacheFolderError, CoexecError, NativeBuildError
 from coexec.intercept import compile_core, toolchain
+from coexec.intercept.background import make_room, pacer
 from coexec.intercept.compile_core import SOURCES, build, load, source_key
 
 __all__ = [
@@ -191,22 +192,16 @@ def _spawn(sources: Path) -> subprocess.Popen[str]:
         # The child must find the same torch and the same coexec as this process did.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
-    _lower_priority(child.pid)
+    make_room(child.pid)
+    pacer.admit(child.pid)
     return child
-
-
-def _lower_priority(pid: int) -> None:
-    """Idle scheduling: beside a busy two-thread step it cost 6%, where nice 19 cost 62%."""
-    try:
-        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    except OSError:  # some sandboxes forbid it
-        os.setpriority(os.PRIO_PROCESS, pid, 19)
 
 
 def _terminate(process: subprocess.Popen[str], owner_pid: int) -> None:
     """Ends the child and reaps it; does nothing in a process that was forked from the owner."""
     if os.getpid() != owner_pid:
         return
+    pacer.dismiss(process.pid)  # a stopped process would not see the signal
     if process.poll() is None:
         process.terminate()  # the child ends its compiler and removes what it wrote
         try:

@@ -14,6 +14,7 @@ import torch
 
 from coexec.errors import CoexecError, UnsupportedTorchError
 from coexec.intercept import reads
+from coexec.intercept.background import pacer
 from coexec.intercept.build import BuildState, load, native_path_if_ready, start_background_build
 
 SUPPORTED_TORCH = ("2.13",)
@@ -53,6 +54,7 @@ def wait_for_native(timeout_s: float) -> bool:
     while native_if_ready() is None:
         if _error is not None or time.monotonic() > deadline_s:
             return False
+        pacer.full_speed()
         time.sleep(0.05)
     return True
 

@@ -28,6 +28,7 @@ from coexec.backends.worker import CompileWorker, Finished
 from coexec.config import Options, private_cache_dir
 from coexec.errors import CacheFolderError
 from coexec.graph.tracegraph import TraceGraph
+from coexec.intercept.background import pacer
 from coexec.intercept.native import native_if_ready
 from coexec.plan.cases import Plan, assign_cases
 from coexec.plan.segments import Segment, cut_segments
@@ -381,4 +382,5 @@ def wait_compiled(manager: SegmentManager, timeout_s: float) -> bool:
             return True
         if time.monotonic() > deadline_s:
             return False
+        pacer.full_speed()
         time.sleep(0.05)

@@ -13,6 +13,7 @@ from coexec.config import Options, debug_level
 from coexec.errors import ReentrantStepError
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
+from coexec.intercept.background import pacer
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
 from coexec.runtime.dynamo import ForceEager, force_eager
 from coexec.runtime.graph_view import GraphView
@@ -58,29 +59,33 @@ class StepRunner:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one iteration: `function(*args, **kwargs)`, with eager's results."""
         module = native_if_ready()
-        if module is None or self.options.mode == "eager":
-            self.counters.iterations += 1
-            return function(*args, **kwargs)
-        if module.active_step() is not None:
+        if module is not None and module.active_step() is not None:
             return self._nested(module, function, args, kwargs)
-        with self._lock:
-            # Everything from the native begin on is inside: an interrupt may come between any two lines.
-            try:
-                self._begin(module, (args, kwargs), 1)
-                result = function(*args, **kwargs)
-                args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
-                self._end(completed=True)
-            except BaseException as error:
-                self._end(completed=False)
-                self._explain_native_access(error)
-                raise
-            return result
+        try:
+            if module is None or self.options.mode == "eager":
+                self.counters.iterations += 1
+                return function(*args, **kwargs)
+            with self._lock:
+                # Everything from the native begin on is inside: an interrupt may come between any two lines.
+                try:
+                    self._begin(module, (args, kwargs), 1)
+                    result = function(*args, **kwargs)
+                    args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
+                    self._end(completed=True)
+                except BaseException as error:
+                    self._end(completed=False)
+                    self._explain_native_access(error)
+                    raise
+                return result
+        finally:
+            pacer.step_ended()
 
     def enter(self, levels: int) -> bool:
         """Starts an iteration whose body runs in the caller's frame, `levels` frames above; False: it runs plain."""
         module = native_if_ready()
         if module is None or self.options.mode == "eager" or module.active_step() is not None:
             self.counters.iterations += 1
+            pacer.step_ended()  # from one beginning to the next is as good as from end to end
             return False
         self._lock.acquire()
         try:
@@ -99,6 +104,7 @@ class StepRunner:
             self._end(completed)
         finally:
             self._lock.release()
+            pacer.step_ended()
 
     def _nested(self, module: ModuleType, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._owner == threading.get_ident():

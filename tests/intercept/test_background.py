@@ -1,0 +1,148 @@
+"""Pacing of background compilation: process groups are stopped and continued in step with the user's steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from coexec.intercept import background
+from coexec.intercept.background import Pacer
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def pacer(monkeypatch: pytest.MonkeyPatch) -> Pacer:
+    monkeypatch.setattr(background, "IDLE_S", 30.0)  # the watch has a test of its own
+    return Pacer()
+
+
+def state(process: subprocess.Popen[bytes]) -> str:
+    with open(f"/proc/{process.pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 10.0
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    return condition()
+
+
+def stopped(process: subprocess.Popen[bytes]) -> bool:
+    return eventually(lambda: state(process) == "T")
+
+
+def running(process: subprocess.Popen[bytes]) -> bool:
+    return eventually(lambda: state(process) in "RS")
+
+
+def test_a_group_is_stopped_in_most_steps_and_runs_in_its_share(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
+    pacer.admit(sleeper.pid)
+    turns = []
+    for _ in range(10):
+        pacer.step_ended()
+        turns.append(pacer._stopped_at_s is None)
+    assert sum(turns) == 2  # a fifth of the steps, until there are measurements
+    pacer.step_ended()
+    assert stopped(sleeper)
+    pacer.dismiss(sleeper.pid)
+    assert running(sleeper)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.2, 0.9), (1.7, 0.5), (2.75, 0.2), (100.0, 0.05)])
+def test_the_share_follows_what_a_disturbed_step_costs(pacer: Pacer, factor: float, expected: float) -> None:
+    pacer._undisturbed.extend([0.010, 0.011, 0.009])
+    pacer._disturbed.extend([0.010 * factor] * 3)
+    assert pacer.share() == pytest.approx(expected)
+
+
+def test_measured_intervals_are_told_apart(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
+    pacer.admit(sleeper.pid)
+    for _ in range(12):
+        time.sleep(0.03 if pacer._stopped_at_s is None else 0.001)
+        pacer.step_ended()
+    pacer.dismiss(sleeper.pid)
+    assert min(pacer._disturbed) >= 0.03 > min(pacer._undisturbed)
+
+
+def test_a_group_runs_when_no_step_ends(
+    pacer: Pacer, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "IDLE_S", 0.2)
+    pacer.admit(sleeper.pid)
+    pacer.step_ended()
+    assert stopped(sleeper)
+    assert running(sleeper)
+    pacer.dismiss(sleeper.pid)
+
+
+def test_who_waits_for_the_compiler_gets_all_of_it(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
+    pacer.admit(sleeper.pid)
+    pacer.step_ended()
+    assert stopped(sleeper)
+    pacer.full_speed()
+    assert running(sleeper)
+    pacer.dismiss(sleeper.pid)
+
+
+def test_stopped_time_is_counted(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
+    pacer.admit(sleeper.pid)
+    pacer.step_ended()
+    time.sleep(0.05)
+    assert pacer.stopped_s(sleeper.pid) >= 0.05
+    pacer.full_speed()
+    counted_s = pacer.stopped_s(sleeper.pid)
+    time.sleep(0.02)
+    assert pacer.stopped_s(sleeper.pid) == counted_s
+    pacer.dismiss(sleeper.pid)
+
+
+def test_the_crowd_goes_home(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
+    pacer.admit(sleeper.pid)
+    for _ in range(50):
+        pacer.step_ended()
+    pacer.dismiss(sleeper.pid)
+    assert eventually(lambda: not any(thread.name == "coexec-crowd" for thread in threading.enumerate()))
+
+
+def test_a_stopped_child_ends_with_a_parent_that_is_killed() -> None:
+    program = (
+        "import os, signal, subprocess, sys, time\n"
+        "from coexec.intercept.background import Pacer\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0)\n"
+        "pacer = Pacer()\n"
+        "pacer.admit(child.pid)\n"
+        "pacer.step_ended()\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    # In a session of its own, as a shell's job is: the kernel continues and hangs up stopped groups that lose it.
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    assert eventually(lambda: not alive(child))
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
