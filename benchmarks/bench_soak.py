@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.child import Child
 from benchmarks.machine import describe_machine, write_result
 from coexec.intercept.build import build as build_native_core
+from examples.demo.child import Child
 from examples.demo.variants import COEXEC, EAGER
 
 STEPS = 2000

@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import Child, ChildFailed
 from benchmarks.machine import describe_machine, write_result
 from benchmarks.paired import Paired, time_by_turns
+from examples.demo.child import Child, ChildFailed
 from examples.demo.variants import COEXEC, EAGER, TORCH_COMPILE, TORCH_COMPILE_MODEL
 
 PROGRAMS = {"gpt": "gpt", "digits": "digits", "mlp": "benchmarks.mlp"}

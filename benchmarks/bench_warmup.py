@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.child import Child
 from benchmarks.machine import describe_machine, write_result
+from examples.demo.child import Child
 from examples.demo.variants import COEXEC, EAGER
 
 WINDOW_STEPS = 20

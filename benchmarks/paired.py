@@ -2,7 +2,7 @@
 
 The contenders take turns in rounds, and a ratio is taken within a round, so that what slows the machine for a while
 slows both sides of it. A contender that runs in the same process as another disturbs it (two thread pools spin against
-each other), so benchmarks of whole steps give each contender a process of its own (child.py).
+each other), so benchmarks of whole steps give each contender a process of its own (examples/demo/child.py).
 """
 
 from __future__ import annotations

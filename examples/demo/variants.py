@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ SEED = 7
 
 class Unavailable(Exception):  # noqa: N818 - a state of the machine that the table shows, not a failure of the program
     """The variant cannot run here; the text says why."""
+
+
+@runtime_checkable
+class CoexecStep(Protocol):
+    """What a step decorated with coexec offers beside being called."""
+
+    def stats(self) -> Any: ...
+    def explain(self) -> str: ...
+    def wait_compiled(self, timeout_s: float) -> bool: ...
 
 
 @dataclass
@@ -43,6 +53,40 @@ class Runner:
         duration = clock() - start
         self.rng.leave()
         return loss, duration
+
+    def run_steps(self, steps: int) -> Iterator[tuple[float, float]]:
+        """Runs `steps` steps; yields each one's loss and seconds."""
+        for _ in range(steps):
+            yield self.run_step(time.perf_counter)
+
+    def stats(self) -> Any:
+        """Returns what coexec counts about its step; None for the other variants."""
+        return self.step.stats() if isinstance(self.step, CoexecStep) else None
+
+    def explain(self) -> str:
+        """Returns what coexec says about its step; "" for the other variants."""
+        return self.step.explain() if isinstance(self.step, CoexecStep) else ""
+
+    def wait_native(self, timeout_s: float) -> None:
+        """Waits while coexec's native core is being built (the first run on a machine)."""
+        deadline_s = time.monotonic() + timeout_s
+        while isinstance(self.step, CoexecStep) and self.step.stats().phase == "building":
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(0.2)
+
+    def wait_compiled(self, timeout_s: float) -> bool:
+        """Waits until coexec's background compilation has finished; False if it has not after `timeout_s`."""
+        return not isinstance(self.step, CoexecStep) or bool(self.step.wait_compiled(timeout_s))
+
+    def parameters(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns all parameters before the first step and now, each flattened to float64[n]."""
+        now = [parameter.detach() for parameter in self.model.parameters()]
+        flat = [torch.cat([p.flatten().double() for p in tensors]).numpy() for tensors in (self.initial, now)]
+        return flat[0], flat[1]
+
+    def close(self) -> None:
+        """Nothing to end: the program lives in this process."""
 
 
 class RngState:

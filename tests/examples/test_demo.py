@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
 from examples.demo import race, report, variants
+from examples.demo.child import ChildRunner
 from examples.demo.race import Lane, Race
 from examples.demo.variants import EAGER, make_runner
 
@@ -36,10 +38,11 @@ def test_equal_lanes_agree_and_a_different_one_does_not() -> None:
     lanes.append(Lane("other data", make_runner("digits", EAGER, steps=300, seed=1)))
     for lane in lanes:
         lane.run(3)
+        lane.finish()
     assert lanes[1].parameter_distance(lanes[0]) == 0.0
     assert report.agreement(lanes[1], lanes[0]) == "agree (0e+00)"
     assert report.agreement(lanes[2], lanes[0]).startswith("DIFFER")
-    lanes[1].run(1)
+    lanes[1].losses.pop()
     assert report.agreement(lanes[1], lanes[0]) == "did not finish"
 
 
@@ -79,7 +82,7 @@ def run_short_race(names: list[str], monkeypatch: pytest.MonkeyPatch) -> Race:
     monkeypatch.setattr(race, "FIRST_STEPS", 1)
     monkeypatch.setattr(race, "WARMUP_STEPS", 2)
     monkeypatch.setattr(race, "SETTLE_STEPS", 0)
-    return race.run_race("digits", names, 8, lambda what, done: None)
+    return race.run_race("digits", names, 8, lambda what, done: None, make_runner)
 
 
 def test_variant_that_breaks_is_reported_and_the_others_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -118,6 +121,19 @@ def test_table_shows_what_coexec_counts(monkeypatch: pytest.MonkeyPatch) -> None
     console.print(report.make_table(finished))
     console.file.close()
     assert "3 inductor, 1 replay" in console.export_text()
+
+
+def test_a_variant_in_a_process_of_its_own_is_the_variant() -> None:
+    near, far = make_runner("digits", EAGER, steps=300), ChildRunner("digits", EAGER, steps=300)
+    assert [loss for loss, _ in far.run_steps(3)] == [loss for loss, _ in near.run_steps(3)]
+    assert [np.array_equal(a, b) for a, b in zip(far.parameters(), near.parameters(), strict=True)] == [True, True]
+    assert (far.stats(), far.explain(), far.wait_compiled(1.0)) == (None, "", True)
+    assert far.close() == 0
+
+
+def test_a_program_that_cannot_be_built_is_a_lane_that_says_why() -> None:
+    lane = race.open_lane("no.such.program", EAGER, 10, ChildRunner)
+    assert lane.problem == "eager: ModuleNotFoundError: No module named 'no'"
 
 
 def test_random_states_are_kept_apart() -> None:

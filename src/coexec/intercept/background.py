@@ -1,7 +1,7 @@
 """Background compilation beside a running step: it gets whole steps of the user's, as many as the user can spare.
 
-On a machine whose cores the step keeps busy there is no right priority for a compiler. OpenMP's workers spin between two
-parallel regions, so a compiler at idle priority gets nothing: seen, a minute's build that had not ended after five.
+On a machine whose cores the step keeps busy there is no right priority for a compiler. OpenMP's workers spin between
+two parallel regions, so a compiler at idle priority gets nothing: seen, a minute's build that had not ended after five.
 One at a higher priority takes a worker's core in the middle of a region, and the other workers wait for it: seen, steps
 of 3 to 4 times their length with a compiler at nice 0.
 

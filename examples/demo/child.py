@@ -1,7 +1,7 @@
 """A contender in a process of its own: its thread pool, memory and caches disturb nobody else's.
 
-`Child` is the parent's side. The child (`python -m benchmarks.child PROGRAM VARIANT`) reads one JSON request per line
-and answers each with one JSON line.
+`Child` is the parent's side. The child (`python -m examples.demo.child PROGRAM VARIANT STEPS`) reads one JSON request
+per line and answers each with one JSON line.
 """
 
 from __future__ import annotations
@@ -11,31 +11,48 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import numpy as np
+
+from examples.demo.variants import Unavailable, make_runner
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 REQUEST_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
-SCHEDULE_STEPS = 10_000  # longer than any benchmark trains: the learning rate keeps changing to the end
+SCHEDULE_STEPS = 100_000  # longer than any benchmark trains: the learning rate keeps changing to the end
 
 
 class ChildFailed(RuntimeError):  # noqa: N818 - reads as a sentence where it is caught
-    """The child answered with an error, or ended."""
+    """The child answered with an error, whose type is `kind` and whose text is `words`, or ended."""
+
+    def __init__(self, text: str, kind: str = "", words: str = "") -> None:
+        super().__init__(text)
+        self.kind, self.words = kind, words
 
 
 class Child:
     """One program in one variant in a child process. Use it as a context manager."""
 
-    def __init__(self, program: str, variant: str, name: str = "", environment: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        program: str,
+        variant: str,
+        name: str = "",
+        environment: Mapping[str, str] = {},
+        steps: int = SCHEDULE_STEPS,
+    ) -> None:
         self.name = name or variant
         search = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.child", program, variant],
+            [sys.executable, "-m", "examples.demo.child", program, variant, str(steps)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -73,7 +90,7 @@ class Child:
             raise ChildFailed(f"{self.name}: the process ended (exit status {self._process.wait()})")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise ChildFailed(f"{self.name}: {answer['error']}")
+            raise ChildFailed(f"{self.name}: {answer['kind']}: {answer['error']}", answer["kind"], answer["error"])
         return answer
 
     def _read_line(self, stream: IO[str]) -> str:
@@ -102,6 +119,64 @@ class Child:
         return self._process.returncode
 
 
+class ChildRunner:
+    """A variant as the demo's race wants it, in a process of its own (see `race.Contender`)."""
+
+    def __init__(self, program: str, variant: str, steps: int) -> None:
+        """Starts the process.
+
+        Raises:
+            Unavailable: the variant cannot run here.
+        """
+        try:
+            self._child = Child(program, variant, steps=steps)
+        except ChildFailed as failure:
+            if failure.kind == Unavailable.__name__:
+                raise Unavailable(failure.words) from None
+            raise
+
+    def run_steps(self, steps: int) -> Iterator[tuple[float, float]]:
+        """Yields the loss and the seconds of each step."""
+        answer = self._child.ask("turn", steps=steps)
+        yield from map(tuple, answer["steps"])
+        if answer["failure"]:
+            raise ChildFailed(answer["failure"])
+
+    def stats(self) -> Any:
+        """Returns coexec's statistics; None for the other variants."""
+        stats = self._child.ask("stats").get("stats")
+        return None if stats is None else SimpleNamespace(**stats)
+
+    def explain(self) -> str:
+        """Returns what coexec says about its step."""
+        return str(self._child.ask("stats").get("explain", ""))
+
+    def wait_native(self, timeout_s: float) -> None:
+        """Waits for coexec's native core."""
+        self._child.ask("wait_native", timeout_s=timeout_s)
+
+    def wait_compiled(self, timeout_s: float) -> bool:
+        """Waits for background compilation."""
+        return bool(self._child.ask("wait_compiled", timeout_s=timeout_s)["compiled"])
+
+    def parameters(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the parameters before the first step and now, float64[n]."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "parameters.npy")
+            self._child.ask("parameters", path=path)
+            before, now = np.load(path)
+        return before, now
+
+    def close(self) -> int:
+        """Ends the process."""
+        return self._child.close()
+
+
+def one_line(error: Exception) -> str:
+    """Returns an exception's type and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
 def main() -> None:
     """The child's loop: requests on stdin, answers on what was stdout."""
     answers = os.fdopen(os.dup(1), "w")
@@ -111,10 +186,10 @@ def main() -> None:
         request = json.loads(line)
         command = request.pop("command")
         try:
-            worker = worker or Worker(sys.argv[1], sys.argv[2])
+            worker = worker or Worker(sys.argv[1], sys.argv[2], int(sys.argv[3]))
             answer = getattr(worker, f"do_{command}")(**request)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": str(error), "kind": type(error).__name__}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -122,26 +197,43 @@ def main() -> None:
 class Worker:
     """What the child can be asked to do: one method per command."""
 
-    def __init__(self, program: str, variant: str) -> None:
-        from examples.demo.variants import make_runner
-
-        self.runner = make_runner(program, variant, SCHEDULE_STEPS)
+    def __init__(self, program: str, variant: str, steps: int) -> None:
+        self.runner = make_runner(program, variant, steps)
 
     def do_ready(self) -> dict[str, Any]:
         """Answers once the program is built."""
         return {"rss_bytes": resident_bytes(), "pid": os.getpid()}
 
+    def do_turn(self, steps: int) -> dict[str, Any]:
+        """Runs `steps` steps; answers with each one's loss and seconds, and the failure that ended them, if any."""
+        done: list[tuple[float, float]] = []
+        try:
+            done.extend(self.runner.run_steps(steps))  # keeps what was yielded before a failure
+        except Exception as error:
+            return {"steps": done, "failure": one_line(error)}
+        return {"steps": done, "failure": ""}
+
+    def do_wait_native(self, timeout_s: float) -> dict[str, Any]:
+        """Waits for coexec's native core."""
+        self.runner.wait_native(timeout_s)
+        return {}
+
+    def do_wait_compiled(self, timeout_s: float) -> dict[str, Any]:
+        """Waits for background compilation."""
+        return {"compiled": self.runner.wait_compiled(timeout_s)}
+
+    def do_parameters(self, path: str) -> dict[str, Any]:
+        """Writes the parameters before the first step and now to a file."""
+        np.save(path, np.stack(self.runner.parameters()))
+        return {}
+
     def do_warm(self, steps: int, timeout_s: float) -> dict[str, Any]:
         """Runs `steps` steps, waits for background compilation, and runs `steps` more, so that it is adopted."""
         self._run(3)
-        deadline_s = time.monotonic() + timeout_s
-        while self._phase() == "building" and time.monotonic() < deadline_s:
-            time.sleep(0.2)
+        self.runner.wait_native(timeout_s)
         self._run(steps)
-        compiled = True
-        if hasattr(self.runner.step, "wait_compiled"):
-            compiled = bool(self.runner.step.wait_compiled(timeout_s))
-            self._run(steps)
+        compiled = self.runner.wait_compiled(timeout_s)
+        self._run(steps)
         return {"compiled": compiled}
 
     def do_block(self, lead_in: int, steps: int, one_by_one: bool) -> dict[str, Any]:
@@ -171,9 +263,8 @@ class Worker:
 
     def do_stats(self) -> dict[str, Any]:
         """Answers with what coexec says about itself; empty for the other variants."""
-        if not hasattr(self.runner.step, "stats"):
-            return {}
-        return {"stats": asdict(self.runner.step.stats()), "explain": self.runner.step.explain()}
+        stats = self.runner.stats()
+        return {} if stats is None else {"stats": asdict(stats), "explain": self.runner.explain()}
 
     def _run(self, steps: int, losses: list[float] | None = None) -> list[float]:
         times_s = []
@@ -185,7 +276,8 @@ class Worker:
         return times_s
 
     def _phase(self) -> str:
-        return str(self.runner.step.stats().phase) if hasattr(self.runner.step, "stats") else "eager"
+        stats = self.runner.stats()
+        return "eager" if stats is None else str(stats.phase)
 
 
 def status_bytes(entry: str) -> int:
