@@ -11,3 +11,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.setdefault("COEXEC_CACHE_DIR", str(ROOT / "out" / "test-cache"))
+os.environ.setdefault("COEXEC_KEEP", "1")  # small tensors: whether co-execution pays is not what tests are about

@@ -18,6 +18,8 @@ def explain(runner: StepRunner) -> str:
         f"  {stats.iterations} iterations: {stats.traced} traced, {stats.co_executed} co-executed, "
         f"{sum(stats.fallbacks.values())} fallbacks",
     ]
+    if runner.benefit.verdict:
+        lines.append(f"  worth it? {runner.benefit.verdict}")
     if (error := native_error()) is not None:
         lines.append(f"  no native core: {error}")
     for reason, count in sorted(stats.fallbacks.items(), key=lambda item: -item[1]):

@@ -70,6 +70,11 @@ class PhasePolicy:
         self.next_rest = self.LONGEST_REST
         self._leave_alone()
 
+    def not_worth_it(self) -> None:
+        """Co-execution works but does not pay: plain eager, tried again after a long rest."""
+        self.next_rest = self.LONGEST_REST
+        self._leave_alone()
+
     def settle(self) -> None:
         """Plain eager for good."""
         self.phase, self.rest = Phase.EAGER, 1 << 62

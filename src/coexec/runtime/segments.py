@@ -12,7 +12,6 @@ import enum
 import itertools
 import json
 import os
-import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from coexec.intercept.background import pacer
 from coexec.intercept.native import native_if_ready
 from coexec.plan.cases import Plan, assign_cases
 from coexec.plan.segments import Segment, cut_segments
+from coexec.runtime.benefit import quartile
 from coexec.runtime.spec_builder import (
     BuiltSegment,
     DescribedOp,
@@ -127,7 +127,7 @@ class SegmentManager:
             return
         if self._active:
             self._advance(native, graph)
-        elif self._iterations % 16 == 0:
+        if self._iterations % 16 == 0:
             self._review(native)
 
     def _make_plan(self, native: Any, graph: TraceGraph) -> None:
@@ -311,6 +311,10 @@ class SegmentManager:
         """Returns a line per segment with work in it: what it is, its executor, and why."""
         return [_describe(segment) for segment in self.segments if segment.planned.compile]
 
+    def changing(self) -> bool:
+        """Whether the plan or a segment's executor is about to change."""
+        return self._stale or self.compiling()
+
     def compiling(self) -> bool:
         """Whether the compile worker still has a segment of this step."""
         return any(s.state is State.COMPILING for s in self.segments)
@@ -325,6 +329,9 @@ def _describe(segment: ManagedSegment) -> str:
     if segment.reason:
         text += f": {segment.reason}"
     text += f", {native.runs} compiled runs"
+    if segment.state is State.COMPILED and not native.trial and native.compiled_s:
+        compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)
+        text += f" ({compiled_s * 1e3:.3f} ms; {replayed_s * 1e3:.3f} ms replayed)"
     if native.discards:
         text += f", {native.discards} discarded, the last because: {native.last_discard}"
     return text
@@ -344,7 +351,7 @@ def _initial_state(planned: Segment) -> tuple[State, str]:
 
 
 def _trial_result(native: Any) -> str:
-    compiled_s, replayed_s = (statistics.median(times) for times in (native.compiled_s, native.replayed_s))
+    compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)
     return f"slower: compiled {compiled_s * 1e3:.3f} ms, replayed {replayed_s * 1e3:.3f} ms, by turns in this step"
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from coexec.config import Options, debug_level
+from coexec.config import Options, debug_level, settings
 from coexec.errors import ReentrantStepError
 from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
+from coexec.runtime.benefit import BenefitTrial
 from coexec.runtime.dynamo import ForceEager, force_eager
 from coexec.runtime.graph_view import GraphView
 from coexec.runtime.history import History, user_line
@@ -53,6 +54,8 @@ class StepRunner:
         self._owner: int | None = None  # thread id of the running call
         self._stance: ForceEager | None = None  # of torch.compile, while an iteration runs
         self._started_s = 0.0
+        self.benefit = BenefitTrial()
+        self._plain = False  # the running iteration is a plain one of a trial
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -129,14 +132,15 @@ class StepRunner:
     def _begin(self, module: ModuleType, arguments: Any, levels: int) -> bool:
         self.counters.iterations += 1
         phase = self.policy.start_iteration()
-        if phase is Phase.EAGER:
+        self._started_s = time.perf_counter()
+        self._plain = phase is Phase.CO_EXECUTION and self.benefit.plain_next()
+        if phase is Phase.EAGER or self._plain:
             return False
         if self._native is None:
             self._native = new_step(module)
         self._owner = threading.get_ident()
         self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
-            self._started_s = time.perf_counter()
             self._native.begin_coexec(arguments, levels, self.options.mode == "lazy")
         else:
             self._native.begin_trace(arguments, levels)
@@ -150,6 +154,7 @@ class StepRunner:
         native = self._native
         if native is None or native.phase == 0:
             self._release()
+            self._weigh(completed)
             return
         try:
             if completed:
@@ -184,6 +189,7 @@ class StepRunner:
         self.graph = TraceGraph()
         self.segments = SegmentManager(self.options)
         self.policy = PhasePolicy()
+        self.benefit = BenefitTrial()
 
     def _learn(self, completed: bool) -> None:
         before = self.policy.phase
@@ -204,7 +210,9 @@ class StepRunner:
             self.counters.python_s += time.perf_counter() - self._started_s
             self.policy.co_executed()
             self.segments.after_iteration(native, self.graph)
+            self._weigh(completed)
             return
+        self.benefit.changed()
         if fallback is None:
             self.counters.traced += 1
         trace = native.trace()
@@ -216,6 +224,16 @@ class StepRunner:
             self.policy.give_up()
         if not result.covered:
             self.segments.graph_changed()
+
+    def _weigh(self, completed: bool) -> None:
+        """Takes a plain or a co-executed iteration into the trial of whether co-execution pays."""
+        plain, self._plain = self._plain, False
+        if not completed or self.policy.phase is not Phase.CO_EXECUTION or self.options.mode == "lazy":
+            return
+        if self.segments.changing() or settings().keep:
+            self.benefit.changed()
+        elif self.benefit.ended(plain, time.perf_counter() - self._started_s):
+            self.policy.not_worth_it()
 
     def wait_compiled(self, timeout_s: float) -> bool:
         """Blocks until background compilation has finished; the next call adopts it. False after `timeout_s`.
