@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -69,7 +70,8 @@ class CoExecutable:
 
     def reset(self) -> None:
         """Forgets everything learned; the next call starts with tracing."""
-        self._runner = StepRunner(self._runner.name, self._options)
+        runner, self._runner = self._runner, StepRunner(self._runner.name, self._options)
+        runner.complete()
 
     # ------------------------------------------------------------------------------- behaving like what is wrapped
 
@@ -265,7 +267,10 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reset() -> None:
-    """Forgets what all compiled steps of this process have learned."""
-    for compiled in list(_live):
-        compiled.reset()
-    _blocks.clear()
+    """Forgets what all compiled steps of this process have learned; graphs still running are waited for first."""
+    with contextlib.ExitStack() as stack:  # all, even if one has an error to raise
+        for compiled in list(_live):
+            stack.callback(compiled.reset)
+        for runner in _blocks.values():
+            stack.callback(runner.complete)
+        _blocks.clear()
