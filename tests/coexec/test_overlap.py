@@ -618,7 +618,7 @@ def test_the_interpreter_ends_with_a_call_pending() -> None:
 def test_an_error_of_a_call_pending_at_the_end_is_printed() -> None:
     done = _run("step(torch.tensor([0, 9]))")
     assert "IndexError: index out of range in self" in done.stderr
-    assert "coexec: raised by aten::embedding at <string>:14 in step" in done.stderr
+    assert "coexec: raised by aten::embedding at <string>:12 in step" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
