@@ -190,7 +190,8 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
     Args:
         fn_or_module: a function, a bound method or an `nn.Module`; None to use it as a decorator with arguments.
         **options: `backend="auto"`, `numerics="fast"`, `dynamic=None`, `mode="coexec"`, `overlap=False`; see
-            :class:`coexec.config.Options`.
+            :class:`coexec.config.Options`. With `overlap=True` a call may return while its graph still runs: whatever
+            needs a result waits, and a kernel's error comes there.
 
     Returns:
         A callable with the signature of the function, or a module-like wrapper; both have `stats()`, `explain()`,

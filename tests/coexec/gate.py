@@ -1,7 +1,7 @@
 """An op of the graph that does not end before a test says so.
 
-PyTorch's kernel of `special_airy_ai` is replaced by one that waits for an event and copies its argument. So a test knows
-whether a call returned before its graph was done, without looking at a clock.
+PyTorch's kernel of `special_airy_ai` is replaced by one that waits for an event and copies its argument. So a test
+knows whether a call returned before its graph was done, without looking at a clock.
 """
 
 from __future__ import annotations

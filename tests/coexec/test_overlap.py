@@ -209,7 +209,7 @@ def test_a_traced_iteration_and_a_fallback_return_as_ever(gate: Gate) -> None:
     assert step.stats().fallbacks == {"new path": 1}
 
 
-# ------------------------------------------------------------------------------------------- who waits, and what it sees
+# ------------------------------------------------------------------------------------------ who waits, and what it sees
 
 TOUCHES: dict[str, Callable[[Trained, torch.Tensor], Any]] = {
     "op on the result": lambda t, loss: (loss * 2).item(),
@@ -717,7 +717,7 @@ def test_another_thread_does_not_take_the_error_away(gate: Gate) -> None:
     thread.join(10)
     assert "never computed" in str(errors[0])
     with pytest.raises(IndexError):
-        torch.ones(2) + 1  # noqa: B018  # any op of the call's own thread
+        torch.ones(2) + 1  # any op of the call's own thread
 
 
 def test_an_exception_inside_the_step_does_not_return_early(gate: Gate) -> None:

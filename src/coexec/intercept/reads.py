@@ -193,7 +193,7 @@ def _wrap_data_setter(native: ModuleType) -> None:
 
 
 def _wrap_inference_mode(native: ModuleType) -> None:
-    """Its end restores the thread's dispatch keys, ours as it was at its beginning: a call may have returned early since."""
+    """Its end restores the dispatch keys that the thread had at its beginning; a call may have returned early since."""
     original = torch.inference_mode.__exit__
 
     @functools.wraps(original)
