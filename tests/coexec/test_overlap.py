@@ -774,3 +774,41 @@ def test_code_under_torch_compile_waits(gate: Gate) -> None:
     got, was_open = gate.waited_for(lambda: evaluate(t.x).item())
     assert was_open
     assert got == eager_twin(gate)[0].model(t.x).sum().item()
+
+
+# ------------------------------------------------------------------------------------------------- compiled segments
+
+
+@pytest.mark.compile
+def test_compiled_segments_overlap_too() -> None:
+    def run(wrap: Callable[..., Any]) -> tuple[list[float], Any]:
+        seed_all(4)
+        model = mlp(64, 512, 3)  # the graph takes longer than its Python
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        compiled, losses = wrap(step), []
+        for i in range(60):
+            if i == 20 and wrap is not plain:
+                assert compiled.wait_compiled(300)
+            losses.append(compiled(batch(i % 7, 512, 64), labels(i % 7, 512)))
+            fresh = torch.ones(3).sum()  # beside the graph
+            assert fresh.item() == 3
+        return [float(x) for x in losses], compiled
+
+    def plain(step: Any) -> Any:
+        return step
+
+    expected, _ = run(plain)
+    got, step = run(lambda f: coexec.compile(f, overlap=True))
+    assert np.allclose(got, expected, rtol=1e-4, atol=1e-5)
+    stats = step.stats()
+    assert stats.segments.get("inductor", 0) > 0, step.explain()
+    assert stats.returned_early > 10
+    assert step._runner._native.stats()["compiled_runs"] > 0
