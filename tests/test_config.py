@@ -40,6 +40,11 @@ def test_value_outside_the_domain_is_named(name: str, value: object) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_overlap_is_off_unless_asked_for() -> None:
+    assert config.make_options().overlap is False
+    assert config.make_options(overlap=True).overlap is True
+
+
 def test_exact_numerics_exclude_a_compiling_backend() -> None:
     assert config.make_options(numerics="exact").numerics == "exact"
     with pytest.raises(errors.ConflictingOptionsError, match="'inductor'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -69,7 +70,8 @@ class CoExecutable:
 
     def reset(self) -> None:
         """Forgets everything learned; the next call starts with tracing."""
-        self._runner = StepRunner(self._runner.name, self._options)
+        runner, self._runner = self._runner, StepRunner(self._runner.name, self._options)
+        runner.complete()
 
     # ------------------------------------------------------------------------------- behaving like what is wrapped
 
@@ -188,7 +190,8 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
     Args:
         fn_or_module: a function, a bound method or an `nn.Module`; None to use it as a decorator with arguments.
         **options: `backend="auto"`, `numerics="fast"`, `dynamic=None`, `mode="coexec"`, `overlap=False`; see
-            :class:`coexec.config.Options`.
+            :class:`coexec.config.Options`. With `overlap=True` a call may return while its graph still runs: whatever
+            needs a result waits, and a kernel's error comes there.
 
     Returns:
         A callable with the signature of the function, or a module-like wrapper; both have `stats()`, `explain()`,
@@ -265,7 +268,10 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reset() -> None:
-    """Forgets what all compiled steps of this process have learned."""
-    for compiled in list(_live):
-        compiled.reset()
-    _blocks.clear()
+    """Forgets what all compiled steps of this process have learned; graphs still running are waited for first."""
+    with contextlib.ExitStack() as stack:  # all, even if one has an error to raise
+        for compiled in list(_live):
+            stack.callback(compiled.reset)
+        for runner in _blocks.values():
+            stack.callback(runner.complete)
+        _blocks.clear()

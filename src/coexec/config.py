@@ -69,8 +69,9 @@ class Options:
     )
     overlap: bool = _declare(
         False,
-        "reserved: let a call return before its graph has finished. Not available yet, so only False is valid",
-        choices=(False,),
+        "True: a call may return while its graph still runs; what needs one of its results waits, and its errors come "
+        "there",
+        choices=(True, False),
     )
 
 

@@ -7,19 +7,10 @@ void Step::wait(int64_t n, Wait why) {
   stats.stall_s += it_->wait_done(n);
 }
 
-void Step::resolve_record(StorageRecord* r) {
-  const auto& real = it_->memory(r->sid);
-  if (real.unsafeGetStorageImpl())
-    resolve(r, real);
-  else
-    fail(r, "coexec: this tensor was never computed, because an earlier operation of the step failed");
-}
-
 void Step::resolve_inputs() {
   for (auto& in : in_)
     if (in.record) {
-      if (auto* r = record_of(*in.tensor->unsafeGetTensorImpl())) // another argument may have resolved it
-        resolve_record(r);
+      make_ordinary(in.tensor->storage().unsafeGetStorageImpl()); // another argument may have done it
       if (in.tensor->key_set().has(kKey))
         clear_stale_key(in.tensor->unsafeGetTensorImpl());
       in.record = nullptr;
@@ -27,8 +18,8 @@ void Step::resolve_inputs() {
 }
 
 void Step::resolve_all() {
-  for (auto* r : it_->live_records())
-    resolve_record(r);
+  for (const auto& s : it_->live_storages())
+    make_ordinary(s.unsafeGetStorageImpl());
 }
 
 // Cancels the graph, makes every placeholder ordinary, and goes on as the tracing phase from the op at hand.
@@ -38,10 +29,9 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   it_->wait_done(it_->size(), false);
   it_->close();
   graph.join_iteration();
-  if (auto at = it_->failed_at(); at >= 0 && static_cast<size_t>(at) < path.size()) {
-    const Node& failed = program.at(path[at]);
-    fallback = Fallback{"kernel error", failed.info->name, failed.location, failed.id};
-    path.resize(at); // ops from the failed one on never happened
+  if (auto error = kernel_error()) {
+    fallback = error;
+    path.resize(it_->failed_at()); // ops from the failed one on never happened
   }
   drop_keys();
   forget_pending_writes(it_.get());
@@ -53,16 +43,24 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
     std::rethrow_exception(it_->error());
 }
 
+std::optional<Fallback> Step::kernel_error() {
+  auto at = it_->failed_at();
+  if (at < 0 || static_cast<size_t>(at) >= path.size())
+    return std::nullopt;
+  const Node& failed = program.at(path[at]);
+  return Fallback{"kernel error", failed.info->name, failed.location, failed.id};
+}
+
 void Step::to_recorder() {
   std::vector<Node*> prefix;
   for (int32_t id : path)
     prefix.push_back(&program.at(id));
   recorder.begin_with_prefix(argument_storages(), prefix);
-  for (auto* r : it_->live_records()) {
+  for (const auto& storage : it_->live_storages()) {
+    auto* r = record_of(storage.unsafeGetStorageImpl());
     auto views = r->views;
-    c10::Storage storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(r->impl));
     bool computed = it_->memory(r->sid).unsafeGetStorageImpl() != nullptr;
-    resolve_record(r);
+    make_ordinary(storage.unsafeGetStorageImpl());
     if (!computed)
       continue;
     for (auto& v : views) {

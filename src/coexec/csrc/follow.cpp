@@ -115,8 +115,11 @@ Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geome
     geometry = intern_of(*in.tensor->unsafeGetTensorImpl());
   Patch p{in.arg, in.element, static_cast<int16_t>(k), kExternal, -1, geometry,
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
-  if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s)))
+  if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s))) {
+    if (overlap_allowed_)
+      foreign_use_.reads.insert(s);
     return p;
+  }
   stats.feeds++;
   // Same strides: kernels may depend on them. The copy goes through the kernel directly.
   c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
@@ -188,6 +191,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
   Entry& e = it_->entry(index);
   e.variant = &v;
   prepare_args(n, v, e, stack);
+  foreign_use_.draws |= n.info->random;
   bool foreign_write = false;
   for (int16_t w : n.writes) {
     if (n.info->bumps_version)

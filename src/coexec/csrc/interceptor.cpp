@@ -2,6 +2,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
+#include "overlap.h"
 #include "step.h"
 
 namespace coexec {
@@ -11,21 +12,20 @@ namespace {
 // code that the step runs with the interceptor paused. The placeholder itself stays as it is.
 at::Tensor real_value(const at::Tensor& t) {
   auto* impl = t.unsafeGetTensorImpl();
-  auto* r = record_of(*impl);
-  if (!r) {
+  auto u = impl->has_storage() ? unresolved(impl->unsafe_storage().unsafeGetStorageImpl()) : Unresolved{};
+  if (!u.iteration) {
     if (impl->has_storage())
       await_pending_write(impl->unsafe_storage().unsafeGetStorageImpl());
     if (!active_step()) // inside a step the key may still be wanted by other threads
       clear_stale_key(impl);
     return t;
   }
-  auto it = r->iteration;
-  it->flush();
-  it->wait_done(r->last_write + 1);
+  u.iteration->flush();
+  u.iteration->wait_done(u.last_write + 1);
   Geometry g{impl->dtype().toScalarType(), impl->storage_offset(), {}, {}};
   g.sizes.assign(impl->sizes().begin(), impl->sizes().end());
   g.strides.assign(impl->strides().begin(), impl->strides().end());
-  return tensor_over(it->memory(r->sid), g);
+  return tensor_over(u.iteration->memory(u.sid), g);
 }
 
 void outside_step(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
@@ -66,10 +66,12 @@ void outside_step(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   Step* s = active_step();
-  if (s && !s->paused)
+  if (s && !s->paused) {
+    settle_arguments(op, torch::jit::last(*stack, op.schema().arguments().size()));
     s->handle(op, ks, stack);
-  else
+  } else if (s || !overlapped(op, ks, stack)) {
     outside_step(op, ks, stack);
+  }
 }
 } // namespace
 } // namespace coexec

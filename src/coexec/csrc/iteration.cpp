@@ -242,14 +242,14 @@ void Iteration::set_failed(int64_t at, std::exception_ptr e) {
   python_cv_.notify_all();
 }
 
-double Iteration::wait_done(int64_t n, bool raise) {
-  double s = wait_done_or_published(n, -1, nullptr);
+double Iteration::wait_done(int64_t n, bool raise, bool interrupt) {
+  double s = wait_done_or_published(n, -1, nullptr, interrupt);
   if (raise && failed() && failed_at_.load() < n)
     std::rethrow_exception(error_);
   return s;
 }
 
-double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* value) {
+double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* value, bool interrupt) {
   auto ready = [&] {
     return done_.load(std::memory_order_acquire) >= n || failed_at_.load() >= 0 || (value && published(index, value));
   };
@@ -286,7 +286,7 @@ double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* v
     }
     if (ready())
       break;
-    if (had_gil)
+    if (had_gil || (interrupt && Py_IsInitialized()))
       check_signals();
   }
   python_wants_.store(-1);
@@ -314,11 +314,14 @@ void Iteration::record_resolved(StorageRecord* r) {
   has_frees_.store(true, std::memory_order_relaxed);
 }
 
-std::vector<StorageRecord*> Iteration::live_records() {
-  std::vector<StorageRecord*> live;
+std::vector<c10::Storage> Iteration::live_storages() {
+  std::vector<c10::Storage> live;
+  std::lock_guard<SpinLock> l(records_lock());
   for (auto& r : records_)
-    if (auto* p = r.load(std::memory_order_acquire))
-      live.push_back(p);
+    if (auto* p = r.load(std::memory_order_acquire)) {
+      if (auto alive = p->alive.lock()) // else it dies on another thread right now, which waits for the lock
+        live.emplace_back(std::move(alive));
+    }
   return live;
 }
 

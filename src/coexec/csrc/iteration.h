@@ -34,8 +34,8 @@ struct Entry {
   c10::SmallVector<int32_t, 2> frees; // memory that Python dropped before this op
 };
 
-// Why a runner waits; indexes the stall counters.
-enum class Wait : uint8_t { Fetch, Sync, StepEnd, Fallback, ForeignWrite, CaseSelect, Input, Count };
+// Why a runner waits; indexes the stall counters. Overlap: outside the step, for a call that returned early.
+enum class Wait : uint8_t { Fetch, Sync, StepEnd, Fallback, ForeignWrite, CaseSelect, Input, Overlap, Count };
 
 class Iteration {
  public:
@@ -56,14 +56,17 @@ class Iteration {
   }
   // Blocks until the first `n` entries are executed; throws the kernel's error if one of them failed, and what a signal
   // handler raised. Releases the GIL while it blocks. Returns the seconds stalled.
-  double wait_done(int64_t n, bool raise = true);
+  // `interrupt`: signal handlers run even if the caller has released the GIL, as most bindings of PyTorch do. Only
+  // where their exception changes nothing.
+  double wait_done(int64_t n, bool raise = true, bool interrupt = false);
   const c10::Storage& memory(int32_t sid) const {
     return memory_[sid];
   }
   void track(StorageRecord* r);
   void storage_died(StorageRecord* r); // any thread
   void record_resolved(StorageRecord* r);
-  std::vector<StorageRecord*> live_records();
+  // Storages of the placeholders that are alive, kept so. Any thread.
+  std::vector<c10::Storage> live_storages();
   // Memory of these slots was filled by native code through its pointer (see make_placeholder).
   void note_native_fill(int32_t sid) {
     native_fills.push_back(sid);
@@ -119,7 +122,7 @@ class Iteration {
   void publish_value(int64_t index, at::Tensor value);
   bool published(int64_t index, at::Tensor* value);
   // As wait_done, but also returns when `index` has been published.
-  double wait_done_or_published(int64_t n, int64_t index, at::Tensor* value);
+  double wait_done_or_published(int64_t n, int64_t index, at::Tensor* value, bool interrupt = false);
   // --- compiled runs ahead of Python (see segment.h)
   enum class Ahead { Validated, Void };
   // Waits until Python validated the entries [i, i + n) and went on; Void if it did not, or if it waits for a value

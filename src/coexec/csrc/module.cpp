@@ -279,8 +279,9 @@ py::dict stats_of(Step& s) {
   d["inferred_shapes"] = s.stats.inferred_shapes;
   d["feeds"] = s.stats.feeds;
   d["fetches"] = s.stats.fetches;
+  d["returned_early"] = s.stats.returned_early;
   d["python_stall_s"] = s.stats.stall_s;
-  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input"};
+  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
   py::dict waits;
   for (int i = 0; i < static_cast<int>(Wait::Count); i++)
     waits[names[i]] = s.stats.waits[i];
@@ -358,12 +359,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             translated([&] { s.begin(Phase::Trace, tensors, levels, false); });
           })
       .def("begin_coexec",
-          [](Step& s, py::handle args, int levels, bool lazy) {
+          [](Step& s, py::handle args, int levels, bool lazy, bool overlap) {
             std::vector<at::Tensor> tensors;
             collect_tensors(args, &tensors, 0);
-            translated([&] { s.begin(Phase::Coexec, tensors, levels, lazy); });
+            translated([&] { s.begin(Phase::Coexec, tensors, levels, lazy, overlap); });
           })
-      .def("finish", [](Step& s) { translated([&] { s.finish(); }); })
+      .def("finish", [](Step& s) { return translated([&] { return s.finish(); }); })
+      .def("complete", [](Step& s) { return translated([&] { return s.complete(); }); })
+      .def_property_readonly("pending", &Step::pending)
       .def("abort", [](Step& s) { translated([&] { s.abort(); }); })
       .def("drain", [](Step& s) { translated([&] { s.drain(); }); })
       .def("abandon", [](Step& s) { s.abandon(); })
@@ -413,6 +416,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("paused", &Step::paused)
       .def_property_readonly("phase", [](Step& s) { return static_cast<int>(s.phase); });
   m.def("active_step", [] { return active_step(); }, py::return_value_policy::reference);
+  // As active_step; without one, what a call that returned early still owes to the memory of `t` (to everything, if
+  // there is no `t`) is done first.
+  m.def(
+      "step_reading",
+      [](const std::optional<at::Tensor>& t, bool writes) {
+        Step* s = active_step();
+        if (!s)
+          translated([&] { t ? settle_overlaps_of(*t, writes) : settle_overlaps(true); });
+        return s;
+      },
+      py::arg("tensor"), py::arg("writes") = true, py::return_value_policy::reference);
+  m.def(
+      "settle_overlaps", [](bool raise) { translated([&] { settle_overlaps(raise); }); },
+      py::arg("raise_error") = true);
+  m.def("watch_again", &watch_again);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });
   m.def("has_key", [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::Fake); });
   // Returns a key for unmark_foreign.

@@ -4,17 +4,22 @@
 #include "iteration.h"
 
 namespace coexec {
+SpinLock& records_lock() {
+  static SpinLock l;
+  return l;
+}
+
 namespace {
 
 void storage_died(void* ctx) {
   auto* r = static_cast<StorageRecord*>(ctx);
-  auto it = std::move(r->iteration); // may be the last reference: goes after the record
-  it->storage_died(r);
+  std::shared_ptr<Iteration> it; // may be the last reference: goes after the record
   {
-    std::lock_guard<SpinLock> l(r->lock);
+    std::lock_guard<SpinLock> l(records_lock());
+    it = std::move(r->iteration);
+    it->storage_died(r);
     for (auto* p = r->impls; p; p = p->next)
       p->record = nullptr;
-    r->impls = nullptr;
   }
   delete r;
 }
@@ -52,8 +57,13 @@ void PlaceholderImpl::release_resources() {
   TensorImpl::release_resources();
 }
 
-void PlaceholderImpl::attach(StorageRecord* r) {
-  std::lock_guard<SpinLock> l(r->lock);
+void PlaceholderImpl::attach() {
+  std::lock_guard<SpinLock> l(records_lock());
+  StorageRecord* r = record_of(storage_.unsafeGetStorageImpl());
+  if (!r) { // resolved meanwhile
+    drop_key();
+    return;
+  }
   record = r;
   next = r->impls;
   link = &r->impls;
@@ -62,14 +72,11 @@ void PlaceholderImpl::attach(StorageRecord* r) {
   r->impls = this;
 }
 
-// Safe against a concurrent resolve(): our reference to the storage keeps the StorageImpl, and with it the record,
-// alive unless it is being resolved right now, which happens under the iteration's lock order (record->lock last).
 void PlaceholderImpl::detach_from_record() {
-  StorageRecord* r = record;
-  if (!r)
-    return;
-  std::lock_guard<SpinLock> l(r->lock);
   if (!record)
+    return;
+  std::lock_guard<SpinLock> l(records_lock());
+  if (!record) // made ordinary meanwhile
     return;
   *link = next;
   if (next)
@@ -81,10 +88,7 @@ template <class V>
 c10::intrusive_ptr<c10::TensorImpl> PlaceholderImpl::copy(V&& v, bool allow) const {
   auto r = c10::make_intrusive<PlaceholderImpl>(ImplType::VIEW, c10::Storage(storage_), key_set_, geometry, slot);
   copy_tensor_metadata(this, r.get(), std::forward<V>(v), allow);
-  if (auto* rec = record_of(r->storage_.unsafeGetStorageImpl()))
-    r->attach(rec);
-  else
-    r->drop_key();
+  r->attach();
   return r;
 }
 
@@ -104,8 +108,8 @@ void PlaceholderImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& im
     geometry = p->geometry;
     slot = p->slot;
   }
-  if (auto* rec = record_of(storage_.unsafeGetStorageImpl()))
-    attach(rec);
+  if (record_of(storage_.unsafeGetStorageImpl()))
+    attach();
 }
 
 StorageRecord* record_of(const c10::StorageImpl* s) {
@@ -123,27 +127,26 @@ namespace {
 void* const kNotMapped = reinterpret_cast<void*>(64);
 
 void native_access(c10::StorageImpl* s) {
-  auto* r = record_of(s);
-  if (!r)
+  auto u = unresolved(s);
+  if (!u.iteration)
     return;
-  auto it = r->iteration;
-  it->wait_done(r->last_write + 1, false);
-  it->note_native_fill(r->sid);
-  resolve(r, c10::Storage(it->memory(r->sid)));
+  bool returned = u.iteration->closed(); // `overlap=True`: nothing can be learned for the next iteration
+  u.iteration->wait_done(returned ? u.iteration->size() : u.last_write + 1, false);
+  if (!returned)
+    u.iteration->note_native_fill(u.sid);
+  make_ordinary(s);
 }
 } // namespace
 
 at::Tensor make_placeholder(
     std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes, bool native_may_fill) {
-  auto* r = new StorageRecord();
-  r->iteration = std::move(it);
-  r->sid = slot;
-  r->nbytes = nbytes;
+  auto* r = new StorageRecord{std::move(it), slot, nbytes};
   r->views.push_back({g, slot});
   auto st = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes,
       c10::DataPtr(native_may_fill ? kNotMapped : nullptr, r, &storage_died, c10::Device(c10::kCPU)),
       c10::GetCPUAllocator(), /*resizable=*/true);
   r->impl = st.get();
+  r->alive = c10::weak_intrusive_ptr<c10::StorageImpl>(st);
   st->set_materializer(&native_access);
   auto p = c10::make_intrusive<PlaceholderImpl>(
       c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), g, slot);
@@ -155,16 +158,14 @@ at::Tensor make_placeholder(
 
 at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geometry* g) {
   auto* b = base.unsafeGetTensorImpl();
-  auto* r = record_of(*b);
   auto p = c10::make_intrusive<PlaceholderImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), b->key_set().add(kKey), g, slot);
-  p->attach(r);
+  p->attach();
   return at::Tensor(std::move(p));
 }
 
 namespace {
-void make_ordinary(StorageRecord* r) {
-  std::lock_guard<SpinLock> l(r->lock);
+void drop_placeholder_keys(StorageRecord* r) {
   for (auto* p = r->impls; p; p = p->next) {
     p->drop_key();
     p->record = nullptr;
@@ -179,26 +180,43 @@ void replace_data(StorageRecord* r, c10::DataPtr&& d, size_t nbytes) {
   st->_mutable_data_ptr_no_checks() = std::move(d);
   st->set_nbytes(nbytes);
 }
+
+// The value will never exist: its op, or an earlier one, failed.
+void mark_failed(StorageRecord* r) {
+  replace_data(r, c10::DataPtr(nullptr, c10::Device(c10::kCPU)), r->nbytes);
+  r->impl->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "coexec: this tensor was never computed, because an earlier operation of the step failed");
+}
+
+void put_memory(StorageRecord* r, const c10::Storage& real) {
+  auto& d = const_cast<c10::StorageImpl*>(real.unsafeGetStorageImpl())->_mutable_data_ptr_no_checks();
+  replace_data(
+      r, c10::DataPtr(d.get(), new c10::Storage(real), &release_memory, c10::Device(c10::kCPU)), real.nbytes());
+}
 } // namespace
 
-void resolve(StorageRecord* r, const c10::Storage& real) {
-  make_ordinary(r);
-  auto* st = r->impl;
-  auto* keep = new c10::Storage(real);
-  auto& d = const_cast<c10::StorageImpl*>(real.unsafeGetStorageImpl())->_mutable_data_ptr_no_checks();
-  replace_data(r, c10::DataPtr(d.get(), keep, &release_memory, c10::Device(c10::kCPU)), real.nbytes());
-  st->clear_materializer();
-  r->iteration->record_resolved(r);
+void make_ordinary(const c10::StorageImpl* s) {
+  std::shared_ptr<Iteration> it; // may be the last reference: goes without the lock
+  std::lock_guard<SpinLock> l(records_lock());
+  auto* r = record_of(s);
+  if (!r)
+    return;
+  it = r->iteration;
+  drop_placeholder_keys(r);
+  const auto& real = it->memory(r->sid);
+  r->impl->clear_materializer();
+  if (real.unsafeGetStorageImpl())
+    put_memory(r, real);
+  else
+    mark_failed(r);
+  it->record_resolved(r);
   delete r;
 }
 
-void fail(StorageRecord* r, const std::string& why) {
-  make_ordinary(r);
-  replace_data(r, c10::DataPtr(nullptr, c10::Device(c10::kCPU)), r->nbytes);
-  r->impl->clear_materializer();
-  r->impl->release_data_and_set_meta_custom_data_ptr_error_msg_(why);
-  r->iteration->record_resolved(r);
-  delete r;
+Unresolved unresolved(const c10::StorageImpl* s) {
+  std::lock_guard<SpinLock> l(records_lock());
+  auto* r = record_of(s);
+  return r ? Unresolved{r->iteration, r->sid, r->last_write} : Unresolved{};
 }
 
 void clear_stale_key(c10::TensorImpl* t) {

@@ -16,7 +16,7 @@ constexpr auto kKey = c10::DispatchKey::Fake;
 class Iteration;
 struct PlaceholderImpl;
 
-// Held for a few instructions at most, and taken several times per op.
+// Held for a few instructions, and taken several times per op.
 class SpinLock {
  public:
   void lock() {
@@ -31,6 +31,9 @@ class SpinLock {
   std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
 };
 
+// Guards the life of every record and its list: a placeholder may die on one thread while another makes it ordinary.
+SpinLock& records_lock();
+
 // A value of the iteration: slot numbers are the Program's (node output) or -1.
 struct RecordedView {
   const Geometry* geometry;
@@ -43,9 +46,10 @@ struct StorageRecord {
   int32_t sid; // slot of the value that made the memory
   size_t nbytes;
   c10::StorageImpl* impl = nullptr; // not owned: the StorageImpl owns us
+  c10::weak_intrusive_ptr<c10::StorageImpl> alive{
+      c10::intrusive_ptr<c10::StorageImpl>()}; // `impl`, for whoever has no reference of its own
   c10::SmallVector<RecordedView, 2> views; // first slot per geometry; written by the PythonRunner only
-  int64_t last_write; // log index of the latest op that wrote this memory
-  SpinLock lock; // guards `impls`: placeholders may die on any thread
+  int64_t last_write = -1; // log index of the latest op that wrote this memory
   PlaceholderImpl* impls = nullptr; // intrusive list of the placeholder impls over this storage
 
   int32_t slot_of(const Geometry* g) const {
@@ -60,7 +64,7 @@ struct PlaceholderImpl final : c10::TensorImpl {
   const Geometry* geometry; // as handed out; a later in-place metadata change makes it stale (checked in debug)
   int32_t slot;
   StorageRecord* record = nullptr; // null once resolved
-  PlaceholderImpl *next = nullptr, **link = nullptr; // in record->impls, guarded by record->lock
+  PlaceholderImpl *next = nullptr, **link = nullptr; // in record->impls
 
   PlaceholderImpl(c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t slot);
   // A view inherits its base's key set as it is (an inference tensor's view stays one).
@@ -76,7 +80,7 @@ struct PlaceholderImpl final : c10::TensorImpl {
   void drop_key() {
     key_set_ = key_set_.remove(c10::DispatchKey::Fake);
   }
-  void attach(StorageRecord* r);
+  void attach(); // to the record of its storage, if it is unresolved
   void detach_from_record();
 
  private:
@@ -98,10 +102,16 @@ at::Tensor make_placeholder(
 // Another tensor over the same unresolved memory, as a view op returns it.
 at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geometry* g);
 
-// Puts the real memory in place. The record is gone afterwards.
-void resolve(StorageRecord* r, const c10::Storage& real);
-// The value will never exist (its kernel failed): every access to the data raises `why`.
-void fail(StorageRecord* r, const std::string& why);
+// Puts the real memory in place; if the value will never exist (an op failed), every access to the data raises. The
+// record is gone afterwards. Any thread that holds a reference to the storage, once the memory is final.
+void make_ordinary(const c10::StorageImpl* s);
+// What a thread outside the step may know of an unresolved storage.
+struct Unresolved {
+  std::shared_ptr<Iteration> iteration; // null: the storage is an ordinary one
+  int32_t sid = -1;
+  int64_t last_write = -1;
+};
+Unresolved unresolved(const c10::StorageImpl* s);
 // Clears a key left on an ordinary tensor (a `.data =` copy made before its storage was resolved).
 void clear_stale_key(c10::TensorImpl* t);
 // An ordinary tensor with a write still to come: other threads are stopped by the key until the write is done.

@@ -14,6 +14,11 @@ Step*& active_step() {
 Step::Step() : graph(&program) {}
 
 Step::~Step() {
+  if (overlap_) { // nobody will ask for its end: the graph still does what eager would have done
+    overlap_->step = nullptr;
+    pybind11::gil_scoped_release no_gil;
+    graph.stop();
+  }
   for (auto& l : locations)
     for (auto& f : l.second.chain)
       Py_DECREF(f.code);
@@ -33,7 +38,10 @@ std::shared_ptr<Iteration> Step::fresh_iteration() {
   return i;
 }
 
-void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy) {
+void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy, bool overlap) {
+  TORCH_INTERNAL_ASSERT(!overlap_, "coexec: the previous call has not been completed");
+  overlap_allowed_ = overlap;
+  foreign_use_ = {};
   frame_ = step_frame(frame_levels);
   phase = p;
   fallback.reset();
@@ -99,23 +107,27 @@ std::vector<c10::StorageImpl*> Step::argument_storages() const {
 }
 
 void Step::leave() {
+  c10::impl::tls_set_dispatch_key_included(kKey, false);
+  active_step() = nullptr;
+  if (it_ && !fallback)
+    learn_survivors();
+  put_away();
+}
+
+void Step::put_away() {
   drop_keys();
   describing = false;
   described_storages_.clear();
   if (it_) {
     forget_pending_writes(it_.get());
     learn_native_fills();
-    if (!fallback)
-      learn_survivors();
   }
-  c10::impl::tls_set_dispatch_key_included(kKey, false);
-  active_step() = nullptr;
   phase = Phase::Off;
   it_.reset();
   step_arguments_.clear();
 }
 
-void Step::finish() {
+bool Step::finish() {
   std::exception_ptr error;
   close_barrier();
   if (phase == Phase::Coexec) {
@@ -123,7 +135,10 @@ void Step::finish() {
       const auto& c = current_->children;
       if (std::find(c.begin(), c.end(), kEnd) == c.end())
         fall_back("early end", "return", 0);
-      else
+      else if (can_return_early()) {
+        return_early();
+        return false;
+      } else
         complete_iteration();
     } catch (...) {
       error = std::current_exception();
@@ -134,6 +149,7 @@ void Step::finish() {
   leave();
   if (error)
     std::rethrow_exception(error);
+  return true;
 }
 
 void Step::complete_iteration() {

@@ -1,6 +1,8 @@
 // One co-executed step: its program, its two runners, and what the interceptor does with an op of the user's thread.
 #pragma once
+#include <pybind11/pybind11.h>
 #include "graph_runner.h"
+#include "overlap.h"
 #include "recorder.h"
 
 namespace coexec {
@@ -13,7 +15,7 @@ struct LocationInfo {
 };
 
 struct StepStats {
-  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0,
+  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0,
           waits[static_cast<int>(Wait::Count)] = {};
   double stall_s = 0;
 };
@@ -53,9 +55,19 @@ class Step {
   ~Step();
 
   // --- called by runtime/ with the GIL
-  void begin(Phase phase, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy);
+  // `overlap`: finish() may leave the graph running.
+  void begin(
+      Phase phase, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy, bool overlap = false);
   void key_until_left(const at::Tensor& t); // an ordinary tensor took the key over (`p.data = placeholder`)
-  void finish(); // the step returned: all writes done, all placeholders ordinary; throws a kernel's error
+  // The step returned. True: all writes are done and all placeholders ordinary (or a kernel's error was thrown). False:
+  // the graph still runs, see overlap.h; complete() comes before anything else is done with the step.
+  bool finish();
+  // Waits for a graph that finish() left running. Throws its error, or returns false if the user has seen that already.
+  bool complete();
+  bool pending() const {
+    return overlap_ != nullptr;
+  }
+  void name_late_error(pybind11::handle error); // holds the GIL
   void abort(); // the step raised
   void drain(); // before fork, in the middle of a step
   void abandon(); // in a forked child
@@ -122,11 +134,14 @@ class Step {
   static void learn_variant(Node& n, const TraceOp& t);
   void wait(int64_t n, Wait why);
   void resolve_inputs();
-  void resolve_record(StorageRecord* r);
   void resolve_all();
   void fall_back(const std::string& reason, const std::string& op, uint64_t location);
   void to_recorder();
   void leave();
+  void put_away();
+  bool can_return_early() const;
+  void return_early();
+  std::optional<Fallback> kernel_error();
   void key_until_written(const at::Tensor& t);
   void drop_keys();
   void learn_native_fills();
@@ -148,6 +163,9 @@ class Step {
   c10::SmallVector<In, 8> in_; // of the op at hand
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed_; // ordinary tensors that carry the key for now
   ska::flat_hash_map<c10::StorageImpl*, int64_t> external_writes_; // last log index that wrote memory from outside
+  bool overlap_allowed_ = false;
+  ForeignUse foreign_use_; // kept if overlap_allowed_
+  std::shared_ptr<Overlap> overlap_; // of a call that returned early
 };
 
 // The step that runs on this thread, or null.

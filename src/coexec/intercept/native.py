@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -96,7 +97,10 @@ def new_step(native: ModuleType) -> Any:
 
 def _before_fork() -> None:
     """The child sees memory as eager would have left it: everything validated so far is computed first."""
-    step = _module.active_step() if _module else None
+    if _module is None:
+        return
+    _module.settle_overlaps(raise_error=False)  # an error here would be printed and forgotten: the next op raises it
+    step = _module.active_step()
     if step is not None:
         step.drain()
 
@@ -111,5 +115,11 @@ def _after_fork_in_child() -> None:
 
 
 def _stop_all() -> None:
+    """Nothing is left undone, and no error unseen: it is shown as eager's, which nobody would have caught."""
     for step in list(_steps):
+        try:
+            step.complete()
+        except BaseException as error:
+            step.name_error(error, step)
+            sys.excepthook(type(error), error, error.__traceback__)
         step.stop()

@@ -19,6 +19,9 @@ import torch
 VALUE_READS = ("tolist", "__repr__", "__deepcopy__", "__reduce_ex__", "apply_", "map_", "map2_")
 """Read (or write) now, and keep no pointer to the memory."""
 
+VALUE_WRITES = ("apply_", "map_", "map2_")
+"""Those of them that write."""
+
 POINTER_READS = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "__dlpack__")
 """Hand the memory to code that may use it at any time while the tensor lives."""
 
@@ -72,6 +75,7 @@ def install(native: ModuleType) -> None:
         setattr(torch, name, _rng_barrier(native, name, getattr(torch, name)))
     _wrap_generator_methods(native)
     _wrap_data_setter(native)
+    _wrap_inference_mode(native)
 
 
 def _wrap_method(name: str, read: Callable[..., Any]) -> None:
@@ -88,7 +92,7 @@ def _wrap_method(name: str, read: Callable[..., Any]) -> None:
 
 
 def _value_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    step = native.active_step()
+    step = native.step_reading(tensor, writes=name in VALUE_WRITES)
     if step is None or step.paused:
         return original(tensor, *args, **kwargs)
     step.barrier(name, tensor, False)
@@ -96,7 +100,7 @@ def _value_read(native: ModuleType, name: str, original: Any, tensor: Any, *args
 
 
 def _pointer_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    step = native.active_step()
+    step = native.step_reading(tensor)
     if step is None or step.paused:
         return original(tensor, *args, **kwargs)
     step.barrier(name, tensor, name not in ("storage", "_typed_storage", "untyped_storage", "data_ptr"))
@@ -104,7 +108,7 @@ def _pointer_read(native: ModuleType, name: str, original: Any, tensor: Any, *ar
 
 
 def _array_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    step = native.active_step()
+    step = native.step_reading(tensor)
     if step is not None and not step.paused:
         step.barrier(name, tensor, False)
         array = _paused(step, original, tensor, *args, **kwargs)
@@ -135,15 +139,21 @@ def _wrap_constructor(native: ModuleType, original: Callable[..., Any], position
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
-        if step is not None and not step.paused:
+        if step is None or not step.paused:
             if position and native.has_key(args[0]):
-                step.barrier("read", args[0], False)  # its constructor looks at the key set of `self`
+                _read(native, "read", args[0])  # its constructor looks at the key set of `self`
             data = args[position] if len(args) > position else kwargs.get("data", kwargs.get("obj"))
             for tensor in _tensors_in(data) if not isinstance(data, torch.Tensor) else ():
-                step.barrier("read", tensor, False)
+                _read(native, "read", tensor)
         return original(*args, **kwargs)
 
     return wrapper
+
+
+def _read(native: ModuleType, name: str, tensor: torch.Tensor) -> None:
+    step = native.step_reading(tensor, writes=False)
+    if step is not None:
+        step.barrier(name, tensor, False)
 
 
 def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
@@ -174,24 +184,35 @@ def _wrap_data_setter(native: ModuleType) -> None:
     original: Any = torch._C.TensorBase.data
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        step = native.step_reading(value)
         original.__set__(self, value)
-        step = native.active_step()
         if step is not None:
             step.key_until_left(self)
 
     torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment]
 
 
+def _wrap_inference_mode(native: ModuleType) -> None:
+    """Its end restores the dispatch keys that the thread had at its beginning; a call may have returned early since."""
+    original = torch.inference_mode.__exit__
+
+    @functools.wraps(original)
+    def leave(self: Any, *error: Any) -> None:
+        original(self, *error)
+        native.watch_again()
+
+    torch.inference_mode.__exit__ = leave  # type: ignore[method-assign]
+
+
 def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
-        if step is None or step.paused:
-            return original(*args, **kwargs)
-        for value in (*args, *kwargs.values()):
-            for tensor in _tensors_in([value]):
-                step.barrier(name, tensor, False)
-        return _paused(step, original, *args, **kwargs)
+        if step is None or not step.paused:
+            for value in (*args, *kwargs.values()):
+                for tensor in _tensors_in([value]):
+                    _read(native, name, tensor)
+        return original(*args, **kwargs) if step is None or step.paused else _paused(step, original, *args, **kwargs)
 
     return wrapper
 
@@ -205,7 +226,7 @@ def _wrap_rng(native: ModuleType, name: str) -> None:
 def _rng_barrier(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        step = native.active_step()
+        step = native.step_reading(None)
         if step is None or step.paused:
             return original(*args, **kwargs)
         step.barrier(name, None, False)  # the graph has made all earlier draws, and none later

@@ -1,10 +1,12 @@
-"""Living beside torch.compile: nothing here imports it; it is only met if the program did."""
+"""Living beside torch.compile: only `watch_compiled_code` imports it; else it is only met if the program did."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 _lock = threading.Lock()
@@ -28,6 +30,11 @@ class ForceEager:
                 _stance = dynamo.set_stance("force_eager")
             _active += 1
 
+    @property
+    def inside_compiled_code(self) -> bool:
+        """Whether code under torch.compile made the call."""
+        return self._callback is not None
+
     def restore(self) -> None:
         """Back to what torch.compile did before."""
         global _active, _stance
@@ -46,6 +53,30 @@ def force_eager() -> ForceEager | None:
         return None
     stay_out_of_dynamo()
     return ForceEager(dynamo)
+
+
+_watched = False
+
+
+def watch_compiled_code(before: Callable[[], None]) -> None:
+    """From now on `before()` is called whenever the process enters code under torch.compile.
+
+    Such code bypasses the dispatcher. That it asks for its callback on entry is an internal of Dynamo.
+    """
+    global _watched
+    if _watched:
+        return
+    _watched = True
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    original = eval_frame._callback_from_stance
+
+    @functools.wraps(original)
+    def callback_from_stance(callback: Any) -> Any:
+        if callback is not None:  # None: the entry into code that runs as plain Python
+            before()
+        return original(callback)
+
+    eval_frame._callback_from_stance = callback_from_stance
 
 
 @functools.cache

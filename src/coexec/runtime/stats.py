@@ -20,6 +20,7 @@ class StepStats:
     loops: int  # While nodes of the plan; loops are unrolled so far, so this is 0
     feeds: int  # values copied from outside into the graph (Input Feeding)
     fetches: int  # values read back by Python (Output Fetching)
+    returned_early: int  # calls that returned while their graph still ran (`overlap=True`)
     python_exec_s: float  # PythonRunner: the step's Python, stalls excluded
     python_stall_s: float  # PythonRunner: waiting for a value or for the step's end
     graph_exec_s: float  # GraphRunner: executing

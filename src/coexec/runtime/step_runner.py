@@ -16,7 +16,7 @@ from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
 from coexec.runtime.benefit import BenefitTrial
-from coexec.runtime.dynamo import ForceEager, force_eager
+from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
 from coexec.runtime.graph_view import GraphView
 from coexec.runtime.history import History, user_line
 from coexec.runtime.policy import Phase, PhasePolicy
@@ -32,6 +32,12 @@ def _name_the_line(error: BaseException, native: Any) -> None:
     fallback = native.fallback
     if fallback is not None and fallback[0] == "kernel error":
         error.add_note(f"coexec: raised by {fallback[1]} at {user_line(native.chain(fallback[2]))}")
+
+
+def _settle_overlaps() -> None:
+    module = native_if_ready()
+    if module is not None:
+        module.settle_overlaps()
 
 
 def _diverged(fallback: tuple[str, str, int, int] | None) -> bool:
@@ -56,6 +62,7 @@ class StepRunner:
         self._started_s = 0.0
         self.benefit = BenefitTrial()
         self._plain = False  # the running iteration is a plain one of a trial
+        self._elapsed_s = 0.0  # of the latest co-executed call
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -69,6 +76,7 @@ class StepRunner:
                 self.counters.iterations += 1
                 return function(*args, **kwargs)
             with self._lock:
+                self._complete()
                 # Everything from the native begin on is inside: an interrupt may come between any two lines.
                 try:
                     self._begin(module, (args, kwargs), 1)
@@ -92,6 +100,7 @@ class StepRunner:
             return False
         self._lock.acquire()
         try:
+            self._complete()
             if self._begin(module, (), levels + 2):
                 return True
         except BaseException:
@@ -138,10 +147,12 @@ class StepRunner:
             return False
         if self._native is None:
             self._native = new_step(module)
+            self._native.name_error = _name_the_line
+        module.settle_overlaps()  # of other steps: what they left to be done comes before this iteration
         self._owner = threading.get_ident()
         self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
-            self._native.begin_coexec(arguments, levels, self.options.mode == "lazy")
+            self._native.begin_coexec(arguments, levels, self.options.mode == "lazy", self._may_overlap())
         else:
             self._native.begin_trace(arguments, levels)
         return True
@@ -156,9 +167,10 @@ class StepRunner:
             self._release()
             self._weigh(completed)
             return
+        pending = False
         try:
             if completed:
-                native.finish()
+                pending = not native.finish()
             else:
                 native.abort()
         except BaseException as error:
@@ -166,8 +178,39 @@ class StepRunner:
             _name_the_line(error, native)
             raise
         finally:
+            self._elapsed_s = time.perf_counter() - self._started_s
             self._release()
-            self._learn_or_forget(completed)
+            if not pending:
+                self._learn_or_forget(completed)
+
+    def complete(self) -> None:
+        """Waits for the graph of a call that returned early (`overlap=True`). A kernel's error is raised here."""
+        native = self._native
+        if native is not None and native.pending:  # so no iteration is under way: this cannot be the thread of one
+            with self._lock:
+                self._complete()
+
+    def _complete(self) -> None:
+        """Under the lock."""
+        native = self._native
+        if native is None or not native.pending:
+            return
+        completed = False
+        try:
+            completed = native.complete()
+        except BaseException as error:
+            _name_the_line(error, native)
+            raise
+        finally:
+            if not native.pending:  # else it was an interrupt, and the graph still runs
+                self._learn_or_forget(completed)
+
+    def _may_overlap(self) -> bool:
+        """What follows a call from compiled code is compiled code, which looks at memory without asking."""
+        if not self.options.overlap or (self._stance is not None and self._stance.inside_compiled_code):
+            return False
+        watch_compiled_code(_settle_overlaps)
+        return True
 
     def _release(self) -> None:
         self._owner = None
@@ -207,7 +250,7 @@ class StepRunner:
                 print(f"coexec: step {self.name}: {event}", file=sys.stderr)
         if not native.has_trace:
             self.counters.co_executed += 1
-            self.counters.python_s += time.perf_counter() - self._started_s
+            self.counters.python_s += self._elapsed_s
             self.policy.co_executed()
             self.segments.after_iteration(native, self.graph)
             self._weigh(completed)
@@ -228,7 +271,9 @@ class StepRunner:
     def _weigh(self, completed: bool) -> None:
         """Takes a plain or a co-executed iteration into the trial of whether co-execution pays."""
         plain, self._plain = self._plain, False
-        if not completed or self.policy.phase is not Phase.CO_EXECUTION or self.options.mode == "lazy":
+        if not completed or self.policy.phase is not Phase.CO_EXECUTION:
+            return
+        if self.options.mode == "lazy" or self.options.overlap:
             return
         if self.segments.changing() or settings().keep:
             self.benefit.changed()
@@ -243,6 +288,7 @@ class StepRunner:
         deadline_s = time.monotonic() + timeout_s
         if not wait_for_native(timeout_s):
             return False
+        self.complete()
         return wait_compiled(self.segments, max(0.0, deadline_s - time.monotonic()))
 
     # ------------------------------------------------------------------------------------------------------ asking why
@@ -263,7 +309,8 @@ class StepRunner:
         return Phase.EAGER if self.options.mode == "eager" else self.policy.phase
 
     def stats(self) -> StepStats:
-        """Returns a snapshot of the counters."""
+        """Returns a snapshot of the counters, of all calls to their end."""
+        self.complete()
         native: dict[str, Any] = self._native.stats() if self._native is not None else {}
         stall_s = native.get("python_stall_s", 0.0)
         return StepStats(
@@ -277,6 +324,7 @@ class StepRunner:
             loops=0,
             feeds=native.get("feeds", 0),
             fetches=native.get("fetches", 0),
+            returned_early=native.get("returned_early", 0),
             python_exec_s=max(0.0, self.counters.python_s - stall_s),
             python_stall_s=stall_s,
             graph_exec_s=native.get("graph_exec_s", 0.0),

@@ -1,0 +1,63 @@
+// The end of a call under `overlap=True`: the step returns while its graph still runs, and takes note of the end later.
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/function.h>
+#include "step.h"
+
+namespace coexec {
+// Not where the end could be missed: what follows may run without the key (a node of autograd restores the thread's
+// keys when it is over, a functorch transform too), or looks at the iteration at once.
+bool Step::can_return_early() const {
+  static const c10::DispatchKeySet transforms(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+          c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize});
+  return overlap_allowed_ && it_->size() > 0 && it_->done() < it_->size() && !it_->failed() && !describing &&
+      !graph.capture && !torch::autograd::get_current_node().defined() &&
+      !c10::impl::tls_local_dispatch_key_set().included_.has_any(transforms);
+}
+
+void Step::return_early() {
+  for (const auto& [storage, index] : external_writes_)
+    foreign_use_.writes.insert(storage);
+  for (const auto& s : segments ? segments->by_id : std::vector<std::shared_ptr<Segment>>())
+    foreign_use_.draws |= s->random && s->artifact; // it puts the generator back if its run is discarded
+  learn_survivors();
+  overlap_ = std::make_shared<Overlap>(this, it_, std::move(foreign_use_), std::move(keyed_));
+  keyed_.clear();
+  announce(overlap_);
+  overlap_here() = overlap_; // the key stays included
+  active_step() = nullptr;
+  phase = Phase::Off;
+  stats.returned_early++;
+  it_->close();
+}
+
+bool Step::complete() {
+  if (!overlap_)
+    return true;
+  overlap_->settle(); // a signal's exception leaves all as it is
+  auto overlap = std::move(overlap_);
+  stats.waits[static_cast<int>(Wait::Overlap)] += overlap->waits;
+  stats.stall_s += overlap->stall_s;
+  overlap->step = nullptr;
+  if (overlap_here() == overlap) {
+    overlap_here().reset();
+    c10::impl::tls_set_dispatch_key_included(kKey, false);
+  }
+  std::exception_ptr error;
+  if (it_->failed()) {
+    error = it_->error();
+    phase = Phase::Coexec;
+    settle();
+  }
+  recorder.complete = !error;
+  put_away();
+  if (error && overlap->see_error())
+    std::rethrow_exception(error);
+  return !error;
+}
+
+void Step::name_late_error(pybind11::handle error) {
+  fallback = kernel_error();
+  pybind11::cast(this, pybind11::return_value_policy::reference).attr("name_error")(error, this);
+}
+} // namespace coexec
