@@ -99,6 +99,13 @@ class Settings:
     debug_dir: Path = _declare(Path("coexec_debug"), "where debug level 3 writes", env="COEXEC_DEBUG_DIR")
     cxx: str = _declare("", "the C++ compiler; empty: the first of g++, c++, clang++", env="CXX")
     quiet: bool = _declare(False, "1 leaves out the line that says the native core is being built", env="COEXEC_QUIET")
+    sanitize: str = _declare(
+        "",
+        "builds the native core with sanitizers, to look for bugs in it; such a core loads only where the sanitizer's "
+        "runtime is preloaded (`make asan` does that)",
+        choices=("", "address", "undefined", "address,undefined"),
+        env="COEXEC_SANITIZE",
+    )
 
 
 _DISABLE = next(field for field in dataclasses.fields(Settings) if field.name == "disable")
