@@ -34,6 +34,7 @@ std::shared_ptr<Iteration> Step::fresh_iteration() {
 
 void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy) {
   frame_ = step_frame(frame_levels);
+  places_.forget_repetitions();
   phase = p;
   fallback.reset();
   has_trace = p == Phase::Trace;
@@ -63,6 +64,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     description.clear();
     external_descriptions.clear();
     external_writes_.clear();
+    host_writes_.clear();
     graph.start(it_, segments, step_arguments_);
   }
   active_step() = this;
@@ -115,6 +117,7 @@ void Step::leave() {
 
 void Step::finish() {
   std::exception_ptr error;
+  auto it = it_;
   close_barrier();
   if (phase == Phase::Coexec) {
     try {
@@ -132,10 +135,13 @@ void Step::finish() {
   leave();
   if (error)
     std::rethrow_exception(error);
+  if (it)
+    issue_warnings(*it, static_cast<int64_t>(path.size()));
 }
 
 void Step::complete_iteration() {
-  wait(it_->size(), Wait::StepEnd);
+  stats.waits[static_cast<int>(Wait::StepEnd)]++;
+  stats.stall_s += it_->wait_done(it_->size()); // warnings come when the iteration has been left
   it_->close();
   resolve_all();
 }

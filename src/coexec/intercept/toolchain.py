@@ -75,7 +75,12 @@ def compile_flags() -> list[str]:
         "-DTORCH_API_INCLUDE_EXTENSION_H",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
-    return [*OPTIMIZE_FLAGS, *sanitize_flags(), *defines, *(word for path in includes for word in ("-isystem", str(path)))]
+    return [
+        *OPTIMIZE_FLAGS,
+        *sanitize_flags(),
+        *defines,
+        *(word for path in includes for word in ("-isystem", str(path))),
+    ]
 
 
 def sanitize_flags() -> list[str]:
