@@ -303,3 +303,12 @@ def test_torch_compile_traces_through_the_wrapped_functions() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     assert torch.equal(compiled(batch(0)), function(batch(0)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_torchscript_knows_the_wrapped_functions() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        pooled = torch.max_pool1d(x[None], 2)[0]
+        return pooled + torch.tensor([1.0, 2.0]) + torch.as_tensor(2.0) + torch.tensor_split(x, 2, dim=1)[0].sum()
+
+    assert torch.equal(torch.jit.script(function)(batch(0)), function(batch(0)))

@@ -2,8 +2,8 @@
 
 The graph takes `spec.inputs` in order and returns `spec.outputs` (in mode ``functional`` followed by the new content of
 `spec.mutated`; in mode ``commit`` the graph ends in `copy_` into those inputs), and then draws that nobody uses.
-A publish is a call of `coexec_lower::mark` where its value is computed; :mod:`coexec.backends.publish` turns it into the
-real op once the graph is optimized.
+A publish is a call of `coexec_lower::mark` where its value is computed; :mod:`coexec.backends.publish` turns it into
+the real op once the graph is optimized.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 
 VALUE_READS = ("tolist", "__repr__", "__deepcopy__", "__reduce_ex__", "apply_", "map_", "map2_")
 """Read (or write) now, and keep no pointer to the memory."""
@@ -93,7 +94,7 @@ def install() -> None:
     for name in ARRAY_READS:
         _wrap_method(name, functools.partial(_array_read, native, name))
     for name in CONSTRUCTORS:
-        setattr(torch, name, _wrap_constructor(native, getattr(torch, name), 0))
+        _replace(torch, name, _wrap_constructor(native, getattr(torch, name), 0))
     for name in ("new_tensor", "new"):
         setattr(torch.Tensor, name, _wrap_constructor(native, getattr(torch.Tensor, name), 1))
     for name in RNG_FUNCTIONS:
@@ -101,11 +102,19 @@ def install() -> None:
     for name in POINTER_FUNCTIONS:
         for owner in (torch, torch.Tensor):
             if hasattr(owner, name):
-                setattr(owner, name, _wrap_pointer_function(native, name, getattr(owner, name)))
+                _replace(owner, name, _wrap_pointer_function(native, name, getattr(owner, name)))
     for name in PROCESS_STATE:
-        setattr(torch, name, _rng_barrier(native, name, getattr(torch, name)))
+        _replace(torch, name, _rng_barrier(native, name, getattr(torch, name)))
     _wrap_generator_methods(native)
     _wrap_data_setter(native)
+
+
+def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts the wrapper in place, and tells TorchScript, which knows functions by identity, what it stands for."""
+    builtin = _builtins._find_builtin(getattr(owner, name))
+    if builtin is not None:
+        _builtins._register_builtin(wrapper, builtin)
+    setattr(owner, name, wrapper)
 
 
 def _wrap_method(name: str, read: Callable[..., Any]) -> None:
@@ -237,7 +246,7 @@ def _wrap_pointer_function(native: Core, name: str, original: Callable[..., Any]
 def _wrap_rng(native: Core, name: str) -> None:
     wrapper = _rng_barrier(native, name, getattr(torch.random, name))
     for module in (torch.random, torch):
-        setattr(module, name, wrapper)
+        _replace(module, name, wrapper)
 
 
 def _rng_barrier(native: Core, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
