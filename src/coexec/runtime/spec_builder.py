@@ -326,7 +326,10 @@ def _define(
         return None
     if alias >= 0:
         base = builder.values[ids[alias]]
-        if same and _geometry_of(base) == geometry:
+        described = _geometry_of(base)
+        if slot < 0 and same:
+            described |= {"offset": geometry["offset"]}  # a moving slice: op and argument agree, wherever it is now
+        if same and described == geometry:
             return base
         if slot < 0:
             raise NotDescribableError(f"{op.name} returns a view of memory from outside")
