@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CXX_FILES := $(wildcard src/coexec/csrc/*.cpp src/coexec/csrc/*.h tests/csrc/*.cpp)
 
-.PHONY: demo test test-full bench lint format format-check typecheck check wheel clean
+.PHONY: demo test test-full asan bench lint format format-check typecheck check wheel clean
 
 demo: $(READY)
 	$(BIN)/python -m examples.demo
@@ -19,6 +19,19 @@ test: $(READY)
 
 test-full: $(READY)
 	$(BIN)/python -m pytest
+
+# The native core under AddressSanitizer and UndefinedBehaviorSanitizer (g++). A finding ends the run; its report is in
+# out/asan. The runtimes must be there before Python is; PYTHONMALLOC=malloc shows them Python's objects too.
+ASAN := COEXEC_SANITIZE=address,undefined COEXEC_CACHE_DIR=$(CURDIR)/out/asan/cache
+ASAN_PRELOAD = $(foreach library,asan ubsan stdc++,$(shell $(or $(CXX),g++) -print-file-name=lib$(library).so))
+ASAN_RUN = LD_PRELOAD="$(ASAN_PRELOAD)" PYTHONMALLOC=malloc \
+    ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/out/asan/report \
+    UBSAN_OPTIONS=print_stacktrace=1:log_path=$(CURDIR)/out/asan/report
+
+asan: $(READY)
+	mkdir -p out/asan
+	$(ASAN) $(BIN)/python -m coexec.intercept
+	$(ASAN) $(ASAN_RUN) $(BIN)/python -m pytest tests/coexec -m "not compile"
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.bench_overhead --json out/bench/overhead.json

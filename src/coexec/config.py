@@ -105,6 +105,13 @@ class Settings:
         env="COEXEC_KEEP",
     )
     quiet: bool = _declare(False, "1 leaves out the line that says the native core is being built", env="COEXEC_QUIET")
+    sanitize: str = _declare(
+        "",
+        "builds the native core with sanitizers, to look for bugs in it; such a core loads only where the sanitizer's "
+        "runtime is preloaded (`make asan` does that)",
+        choices=("", "address", "undefined", "address,undefined"),
+        env="COEXEC_SANITIZE",
+    )
 
 
 _DISABLE = next(field for field in dataclasses.fields(Settings) if field.name == "disable")

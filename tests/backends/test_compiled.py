@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from coexec.backends import publish
+from coexec.backends.aliasing import covering_inputs
 from coexec.backends.publish import PublishLostError, check_generated_code
 from coexec.backends.spec import Mode
 from coexec.backends.verify import load, verify
@@ -131,6 +132,46 @@ def test_results_never_share_memory(compiled: Compile) -> None:
     recording = record(run)
     report = verify(recording.spec, compiled(recording.spec).library, recording.fresh_inputs(), timed=False)
     assert report.problems == []
+
+
+@pytest.mark.parametrize("mode", ["functional", "commit"])
+def test_draws_that_nobody_uses_move_the_generator(mode: Mode, compiled: Compile) -> None:
+    a, seen = torch.randn(4, 6), torch.zeros(6)
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        h = a * 2
+        (F.dropout(h, 0.3) + 1).exp()
+        torch.rand(3)
+        seen.add_(torch.rand(6))
+        torch.bernoulli(h.sigmoid(), 0.5)
+        return [h]
+
+    recording = record(run, mode)
+    artifact = compiled(recording.spec)
+    report = verify(recording.spec, artifact.library, recording.fresh_inputs(), recording.rng_before, timed=False)
+    assert report.problems == []
+    assert report.compared == 2
+
+
+@pytest.mark.parametrize("mode", ["functional", "commit"])
+def test_writes_through_strided_and_overlapping_views(mode: Mode, compiled: Compile) -> None:
+    a, table, grid, scratch = torch.randn(6), torch.ones(7, 6), torch.ones(6, 4), torch.ones(4, 3)
+    later, column, middle = table[1:], grid[:, 0], scratch.view(-1)[3:9]
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        later.copy_(a.expand(6, 6))
+        column.add_(a)
+        middle.zero_()
+        scratch.add_(0.5)
+        middle.mul_(a)
+        return [scratch.sum()]
+
+    recording = record(run, mode)
+    spec = replace(recording.spec, mutated=covering_inputs(recording.spec))
+    assert len(spec.mutated) == 3  # `middle` is a part of `scratch`
+    report = verify(spec, compiled(spec).library, recording.fresh_inputs(), timed=False)
+    assert report.problems == []
+    assert report.compared == 4
 
 
 def test_strides_are_the_recorded_ones_after_channels_last_work(compiled: Compile) -> None:

@@ -491,6 +491,30 @@ def test_two_optimizers_of_a_gan_and_an_average() -> None:
     pair.run(20)
 
 
+def test_writes_through_views_of_outside_memory_and_a_draw_for_nobody() -> None:
+    def make() -> Program:
+        head, history, grid, scratch = nn.Linear(16, 16), torch.zeros(40, 16), torch.zeros(32, 4), torch.zeros(4, 8)
+
+        @torch.no_grad()
+        def step(x: torch.Tensor, first: int) -> Any:
+            h = head(x).tanh()
+            nn.functional.dropout(h, 0.3)
+            history[first : first + 32].copy_(h)
+            grid[:, 0] = h.sum(1)
+            scratch.view(-1)[3:9].zero_()
+            scratch.add_(h[:4, :8])
+            return (h + torch.rand(16)).exp()
+
+        return Program(step, lambda i: (batch(i, 32, 16), 1 + i % 7), lambda: (history, grid, scratch))
+
+    pair = Pair(make)
+    pair.settle()
+    assert all(s.state.value == "inductor" for s in pair.step._runner.segments.segments), pair.why()
+    before = pair.compiled_runs()
+    pair.run(40)
+    assert pair.compiled_runs() > before, pair.why()
+
+
 def test_a_second_process_starts_with_what_the_first_compiled() -> None:
     def make() -> Program:
         model = classifier()

@@ -318,11 +318,17 @@ def test_functions_defined_anew_in_every_call() -> None:
     check(lambda: function_program(step))
 
 
-def test_code_compiled_anew_in_every_call_is_new_code() -> None:
-    def step(x: torch.Tensor) -> Any:
-        return eval("(x * 2).sum()", {"x": x})
+def test_code_of_another_text_in_every_call_is_new_code() -> None:
+    def make() -> Program:
+        calls = [0]
 
-    check(lambda: function_program(step), n=30, phase="eager", max_fallbacks=30, min_co_executed=0)
+        def step(x: torch.Tensor) -> Any:
+            calls[0] += 1
+            return eval(f"(x * 2, 'call {calls[0]}')[0].sum()", {"x": x})
+
+        return function_program(step)
+
+    check(make, n=30, phase="eager", max_fallbacks=30, min_co_executed=0)
 
 
 def test_the_schedule_flips_a_branch_late() -> None:

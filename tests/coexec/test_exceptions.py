@@ -395,3 +395,45 @@ def test_anomaly_mode_names_the_forward_line() -> None:
         eager, got = run(make, 10, None), run(make, 10, exact)
     assert [type(e) for e in eager.errors] == [type(e) for e in got.errors] == [RuntimeError] * 2
     assert [str(e) for e in eager.errors] == [str(e) for e in got.errors]
+
+
+def test_after_a_kernels_error_gradients_and_counters_are_eagers() -> None:
+    """Python came through backward and the optimizer before it heard of the error."""
+
+    def make() -> Program:
+        table, head = nn.Embedding(5, 4), nn.Linear(4, 2)
+        optimizer = torch.optim.Adam([*table.parameters(), *head.parameters()], lr=0.1)
+        raised = [0]
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = head(table(ids)).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def watch() -> Any:
+            grads = [p.grad for p in (*table.parameters(), *head.parameters())]
+            return table, head, optimizer, grads, raised
+
+        return Program(step, lambda i: (torch.tensor([0, 9 if i in BAD else 2]),), watch)
+
+    got = check(make, n=14, raises=(IndexError,), max_fallbacks=3)
+    assert got.stats is not None
+    assert got.stats.fallbacks == {"kernel error": 3}
+
+
+def test_after_a_kernels_error_accumulated_gradients_stay() -> None:
+    def make() -> Program:
+        w, ids_of = torch.ones(5, 4, requires_grad=True), [0]
+        w.grad = torch.full((5, 4), 0.5)
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            ids_of[0] += 1
+            (w * 2)[ids].sum().backward()
+            w.grad.mul_(0.5)
+            return w.sum().detach()
+
+        return Program(step, lambda i: (torch.tensor([0, 9 if i in BAD else 2]),), lambda: (w, w.grad, ids_of))
+
+    check(make, n=14, raises=(IndexError,), max_fallbacks=3)

@@ -11,9 +11,11 @@ import threading
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from coexec.config import settings
 from tests.coexec.harness import exact
 from tests.coexec.programs import batch, labels, mlp, training
 
@@ -85,6 +87,10 @@ def rss_bytes() -> int:
         return int(f.read().split()[1]) * 4096
 
 
+needs_real_frees = pytest.mark.skipif(bool(settings().sanitize), reason="the sanitizer keeps freed memory for a while")
+
+
+@needs_real_frees
 def test_resident_memory_is_flat_over_many_steps() -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -111,6 +117,7 @@ def test_resident_memory_is_flat_over_many_steps() -> None:
     assert rss_bytes() - before < 4 << 20
 
 
+@needs_real_frees
 def test_resident_memory_is_flat_when_every_step_falls_back() -> None:
     calls = [0]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -86,12 +88,43 @@ def test_a_fallback_every_time_is_not_for_ever() -> None:
     """Whatever makes a known path impossible to follow, the step ends up left alone."""
 
     def make() -> Program:
+        calls = [0]
+
         def step(x: torch.Tensor) -> torch.Tensor:
-            return eval("x * 2 + 1", {"x": x})  # type: ignore[no-any-return]
+            calls[0] += 1
+            return eval(compile("x * 2 + 1", f"file {calls[0]}", "eval"), {"x": x})  # type: ignore[no-any-return]
 
         return function_program(step)
 
     check(make, n=60, phase="eager", max_fallbacks=20, min_co_executed=0)
+
+
+def test_code_compiled_anew_in_each_call_is_the_same_place() -> None:
+    source = "def helper(x):\n    def inner(y):\n        return y.tanh()\n    return inner(x) * 2, [1, 2.5, 'text']\n"
+
+    def step(x: torch.Tensor) -> Any:
+        names: dict[str, Any] = {"x": x}
+        exec(source, names)
+        h = eval("helper(x)[0].exp()", names)
+        np_view = eval("h.sum().tolist()", {"h": h})  # a barrier
+        return h.sum() + eval("sum(h for _ in range(3))", {"h": h}), np_view
+
+    got = check(lambda: function_program(step), n=20)
+    assert got.stats is not None
+    assert got.stats.co_executed >= 16
+
+
+def test_code_compiled_anew_is_not_kept() -> None:
+    codes: list[weakref.ref[Any]] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        code = compile("x * 2 + 1", "same", "eval")
+        codes.append(weakref.ref(code))
+        return eval(code, {"x": x})  # type: ignore[no-any-return]
+
+    check(lambda: function_program(step), n=20)
+    gc.collect()
+    assert sum(code() is not None for code in codes) <= 2
 
 
 NUMBERS = ("full", "scalar_tensor", "linspace", "arange", "tensor", "normal", "fill", "eye")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import coexec
-from tests.coexec.harness import Program, check, exact, seed_all
+from tests.coexec.harness import Program, check, exact, run, seed_all
 from tests.coexec.programs import batch, function_program, labels, mlp, training
 
 
@@ -158,7 +158,6 @@ def test_a_coroutine_that_awaits_inside_a_block_lets_others_compute() -> None:
     assert second == [(batch(i) * 3).sum().item() for i in range(8)]
 
 
-@pytest.mark.xfail(strict=True, reason="warnings of the graph thread go to stderr")
 def test_a_warning_of_a_kernel_comes_to_python() -> None:
     def make() -> Program:
         caught: list[str] = []
@@ -174,6 +173,62 @@ def test_a_warning_of_a_kernel_comes_to_python() -> None:
         return Program(step, lambda i: (batch(i),), lambda: caught)
 
     check(make)
+
+
+def degrees_of_freedom(x: torch.Tensor) -> torch.Tensor:
+    return x[:1, :1].var()  # warns
+
+
+@pytest.mark.parametrize("action", ["default", "always", "ignore"])
+def test_a_warning_of_a_kernel_is_at_its_line_and_filtered_as_in_eager(action: Any) -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor) -> Any:
+            y = degrees_of_freedom(x)
+            return y.isnan().item()
+
+        return function_program(step)
+
+    seen = []
+    for wrap in (None, exact):
+        globals().pop("__warningregistry__", None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)
+            run(make, 10, wrap)
+        seen.append([(w.category, str(w.message), w.filename, w.lineno) for w in caught])
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == {"default": 1, "always": 10, "ignore": 0}[action]
+
+
+def test_a_warning_of_a_kernel_that_is_an_error() -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor, wait: bool) -> Any:
+            h = x * 2
+            y = degrees_of_freedom(x)
+            return (h.sum() + y.isnan()).item() if wait else h
+
+        return Program(step, lambda i: (batch(i), i % 2 == 0))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        eager, got = run(make, 8, None), run(make, 8, exact)
+    assert eager.records == got.records
+    assert len(got.errors) == 8
+
+
+def test_a_warning_of_a_kernel_comes_before_its_error(capfd: pytest.CaptureFixture[str]) -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor, bad: bool) -> Any:
+            y = degrees_of_freedom(x)
+            return y, x[torch.tensor([99 if bad else 0])]
+
+        return Program(step, lambda i: (batch(i), i == 6))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = run(make, 9, exact)
+    assert [type(e) for e in got.errors] == [IndexError]
+    assert len(caught) == 9
+    assert "degrees of freedom" not in capfd.readouterr().err
 
 
 def test_recursion_error_is_the_users_to_catch() -> None:

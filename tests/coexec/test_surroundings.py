@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -208,3 +210,105 @@ def _annotated(model: nn.Module) -> Any:
             return model(x)
 
     return forward
+
+
+CAPTURED_EARLY = """
+import torch
+array_of_before = torch.arange(3.0)
+import coexec
+from torch import tensor, tensor_split, manual_seed
+tolist, new_tensor, data_ptr, numpy = (getattr(torch.Tensor, n) for n in ("tolist", "new_tensor", "data_ptr", "numpy"))
+view = array_of_before.numpy()  # the core is not loaded: this memory is NumPy's all the same
+from coexec.intercept.native import native_if_ready
+from coexec.intercept import native
+assert native._module is None
+READS = {
+    "tensor": lambda x: tensor([v.sum() for v in x]),
+    "tensor_split": lambda x: tensor_split(x, torch.tensor([1, 2]) * 1)[0],
+    "manual_seed": lambda x: (torch.rand(2), manual_seed(4), torch.rand(2))[2],
+    "tolist": lambda x: torch.tensor(tolist(x)),
+    "new_tensor": lambda x: new_tensor(x, [1.0]),
+    "numpy": lambda x: torch.from_numpy(numpy(x).copy()),
+    "data_ptr": lambda x: torch.tensor(data_ptr(x) != 0),
+}
+
+def after_work(read):
+    def step(x):
+        z = torch.ones(64, 64)
+        for _ in range(20):
+            z = torch.tanh(z @ z)
+        return read(x * 2 + z[0, 0] * 0)
+    return step
+
+for name, read in READS.items():
+    step = after_work(read)
+    compiled = coexec.compile(step, backend="replay", numerics="exact")
+    for i in range(8):
+        torch.manual_seed(i); want = step(torch.ones(3, 2) * i)
+        torch.manual_seed(i); assert torch.equal(compiled(torch.ones(3, 2) * i), want), name
+    assert compiled.stats().phase == "co-execution", (name, compiled.explain())
+
+@coexec.compile(backend="replay", numerics="exact")
+def refilled(x):
+    z = torch.ones(64, 64)
+    for _ in range(20):
+        z = torch.tanh(z @ z)
+    y = x + z[0, 0] * 0
+    view[:] = -1
+    return y
+
+for i in range(6):
+    view[:] = i
+    assert refilled(array_of_before).tolist() == [i, i, i], i
+print("all right")
+"""
+
+
+def test_functions_captured_before_the_core_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", CAPTURED_EARLY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all right\n"
+
+
+CAPTURED_BEFORE_THE_IMPORT = """
+import torch
+tolist = torch.Tensor.tolist
+import coexec
+step = coexec.compile(lambda x: tolist(torch.tanh(x) * 2), backend="replay", numerics="exact")
+failed = []
+for i in range(8):
+    try:
+        step(torch.ones(3, 2) * i)
+    except RuntimeError as error:
+        failed.append(error)
+assert len(failed) == 1, failed
+assert "coexec.materialize" in failed[0].__notes__[0]
+assert step.stats().phase == "eager"
+"""
+
+
+def test_a_read_captured_before_coexec_raises_once_with_advice() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CAPTURED_BEFORE_THE_IMPORT], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_torch_compile_traces_through_the_wrapped_functions() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        pooled = nn.functional.max_pool1d(x[None], 2)[0]
+        return pooled + torch.tensor([1.0, 2.0]) + torch.as_tensor(2.0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(batch(0)), function(batch(0)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_torchscript_knows_the_wrapped_functions() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        pooled = torch.max_pool1d(x[None], 2)[0]
+        return pooled + torch.tensor([1.0, 2.0]) + torch.as_tensor(2.0) + torch.tensor_split(x, 2, dim=1)[0].sum()
+
+    assert torch.equal(torch.jit.script(function)(batch(0)), function(batch(0)))

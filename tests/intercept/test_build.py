@@ -119,6 +119,15 @@ def test_key_follows_torch_and_python(sources: Path, monkeypatch: pytest.MonkeyP
         assert native.source_key(sources) != before, name
 
 
+def test_a_core_with_sanitizers_is_another_core(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = native.source_key(sources)
+    assert not any("sanitize" in flag for flag in (*toolchain.compile_flags(), *toolchain.link_flags()))
+    monkeypatch.setenv("COEXEC_SANITIZE", "undefined")
+    assert native.source_key(sources) != plain
+    assert "-fsanitize=undefined" in toolchain.compile_flags()
+    assert "-fsanitize=undefined" in toolchain.link_flags()
+
+
 def test_another_compiler_builds_another_file(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = native.build(verbose=False, sources=sources)
     compiler = toolchain.require_compiler()

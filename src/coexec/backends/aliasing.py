@@ -34,6 +34,23 @@ def plan_inputs(spec: SegmentSpec) -> Plan:
     return Plan(base_of, tuple(sorted(set(base_of.values()))))
 
 
+def covering_inputs(spec: SegmentSpec) -> tuple[int, ...]:
+    """Returns `spec.mutated` with one input per group of overlapping ones: it holds whatever is written in the group.
+
+    Raises:
+        NotLowerableError: a group has no member that covers it.
+    """
+    plan = plan_inputs(spec)
+    chosen: dict[int, int] = {}
+    for position in spec.mutated:
+        base = plan.base_of.get(position, position)
+        whole = spec.input_value(position).extent() == spec.input_value(base).extent() and _is_dense(spec, position)
+        chosen.setdefault(base, base)
+        if whole and chosen[base] == base:  # the written tensor itself, rather than its transposed view
+            chosen[base] = position
+    return tuple(sorted(chosen.values()))
+
+
 def check_writes(spec: SegmentSpec) -> None:
     """Raise SpecError if external memory is written that no input in `spec.mutated` covers: it would be lost."""
     values = spec.values()

@@ -3,7 +3,8 @@
 A CPU kernel fills a dense tensor in the order of its memory. A compiler may lay the tensor out differently, which
 would give every element another draw. So each draw is made into flat memory, which has one layout, and then viewed in
 eager's.
-Inductor keeps the order of draws (`fallback_random`) and, being tagged as random, none is removed.
+Inductor keeps the order of draws (`fallback_random`). It would remove one whose numbers nobody uses, although the next
+draw depends on it: such a draw is returned.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 
 from coexec.backends.fed import NotLowerableError
 from coexec.backends.ops import Overload, torch_dtype
@@ -33,6 +36,20 @@ def call_draw(op: Op, overload: Overload, named: Named) -> list[torch.Tensor | N
     if any(p.written for p in overload.parameters):
         return [named["self"].copy_(results[0])]
     return list(results)
+
+
+def return_unused_draws(graph: GraphModule) -> None:
+    """Appends draws without users to the results of a lowered graph, so that the generator advances as in eager."""
+    graph.graph.eliminate_dead_code()  # leaves random ops alone
+    unused = [n for n in graph.graph.nodes if _is_draw(n) and not n.users]
+    if unused:
+        output = graph.graph.output_node()
+        output.args = ([*output.args[0], *unused],)  # type: ignore[misc]
+        graph.recompile()
+
+
+def _is_draw(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _result(op: Op, position: int = 0) -> Value:

@@ -1,9 +1,9 @@
 """From a segment to one functional FX graph: no in-place ops, no views of written memory, Inductor's decompositions.
 
 The graph takes `spec.inputs` in order and returns `spec.outputs` (in mode ``functional`` followed by the new content of
-`spec.mutated`; in mode ``commit`` the graph ends in `copy_` into those inputs). A publish is a call of
-`coexec_lower::mark` where its value is computed; :mod:`coexec.backends.publish` turns it into the real op once the
-graph is optimized.
+`spec.mutated`; in mode ``commit`` the graph ends in `copy_` into those inputs), and then draws that nobody uses.
+A publish is a call of `coexec_lower::mark` where its value is computed; :mod:`coexec.backends.publish` turns it into
+the real op once the graph is optimized.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coexec.backends.aliasing import Plan, check_writes, plan_inputs
-from coexec.backends.draws import call_draw
+from coexec.backends.draws import call_draw, return_unused_draws
 from coexec.backends.fed import NotLowerableError, call_fed, has_fed
 from coexec.backends.ops import call, decode, draws, flatten_results, resolve, torch_dtype
 from coexec.backends.publish import mark
 from coexec.backends.spec import NumberInput, Op, Publish, SegmentSpec, TensorInput, Value, check_spec, used_values
 
-LOWERING_VERSION = 1
+LOWERING_VERSION = 2
 """Part of every key: raise it when the same segment lowers to other code."""
 
 aten = torch.ops.aten
@@ -112,6 +112,7 @@ def lower(spec: SegmentSpec, decompositions: dict[Any, Any]) -> GraphModule:
     with torch.no_grad(), mode:
         graph = make_fx(_Lowering(spec, plan).run, decomposition_table=decompositions, tracing_mode="fake")(*inputs)
     assert isinstance(graph, GraphModule)
+    return_unused_draws(graph)
     return graph
 
 
@@ -230,14 +231,12 @@ class _Lowering:
         bases: dict[int, torch.Tensor],
     ) -> list[torch.Tensor]:
         """Write or return the new contents, and keep results apart from inputs and from each other."""
-        results = outputs if self.spec.mode == "commit" else outputs + contents
-        recorded = [self.recorded[v] for v in self.spec.outputs]
-        recorded += [self.spec.input_value(p) for p in self.spec.mutated]
-        results = [_laid_out(t, v) for t, v in zip(results, recorded, strict=False)]
-        if self.spec.mode == "commit":
-            for position, content in bases.items():
-                if content is not inputs[position]:  # another input of a written storage, itself not written
-                    inputs[position].copy_(content)
+        results = [_laid_out(t, self.recorded[v]) for t, v in zip(outputs, self.spec.outputs, strict=True)]
+        if self.spec.mode == "functional":
+            return results + [t.clone(memory_format=torch.preserve_format) for t in contents]
+        for position, content in bases.items():
+            if content is not inputs[position]:  # another input of a written storage, itself not written
+                inputs[position].copy_(content)
         return results
 
 

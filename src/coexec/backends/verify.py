@@ -160,20 +160,22 @@ class _Check:
         returned = self.run(list(inputs))
         received, publish.received[:] = publish.received[:], []
         expected = [spec.values()[v] for v in spec.outputs]
+        contents = [spec.input_value(p) for p in spec.mutated] if spec.mode == "functional" else []
         if spec.mode == "functional":
-            expected += [spec.input_value(p) for p in spec.mutated]
             self.untouched(inputs)
         if [c for c, _ in received] != [p.channel for p in spec.publishes]:
             self.problem(f"published on channels {[c for c, _ in received]}")
             return None
-        if len(returned) != len(expected):
-            self.problem(f"returned {len(returned)} tensors, {len(expected)} are expected")
+        split, end = len(expected), len(expected) + len(contents)
+        if len(returned) < end:  # more are draws that nobody uses
+            self.problem(f"returned {len(returned)} tensors, {end} are expected")
             return None
-        for position, (tensor, value) in enumerate(zip(returned, expected, strict=True)):
+        for position, (tensor, value) in enumerate(zip(returned[:split], expected, strict=True)):
             self.geometry(position, tensor, value)
-        self.apart(returned, inputs)
-        split = len(spec.outputs)
-        mutated = returned[split:] if spec.mode == "functional" else [inputs[p] for p in spec.mutated]
+        for position, (tensor, value) in enumerate(zip(returned[split:end], contents, strict=True), split):
+            self.content(position, tensor, value)
+        self.apart(returned[:split], returned[split:end], inputs)
+        mutated = returned[split:end] if spec.mode == "functional" else [inputs[p] for p in spec.mutated]
         return Results(returned[:split], mutated, [t for _, t in received])
 
     def untouched(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -186,13 +188,23 @@ class _Check:
         if got != (value.dtype, value.sizes, value.strides, 0):
             self.problem(f"result {position} is {got}, expected {value.dtype} {value.sizes} {value.strides} at 0")
 
-    def apart(self, returned: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def content(self, position: int, tensor: torch.Tensor, value: Value) -> None:
+        """What is copied to where it belongs may lie in any layout."""
+        got = (str(tensor.dtype)[6:], tuple(tensor.shape))
+        if got != (value.dtype, value.sizes):
+            self.problem(f"result {position} is {got}, expected {value.dtype} {value.sizes}")
+
+    def apart(
+        self, outputs: Sequence[torch.Tensor], contents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Outputs have memory of their own. Contents may share memory, but not with inputs, which are written."""
         taken = {t.untyped_storage().data_ptr() for t in inputs if t.numel()}
-        for position, tensor in enumerate(returned):
+        read = taken | {t.untyped_storage().data_ptr() for t in contents if t.numel()}
+        for position, tensor in enumerate((*outputs, *contents)):
             address = tensor.untyped_storage().data_ptr()
-            if tensor.numel() and address in taken:
+            if tensor.numel() and address in (read if position < len(outputs) else taken):
                 self.problem(f"result {position} shares memory with an input or another result")
-            taken.add(address)
+            read.add(address)
 
     def compare(self, name: str, compiled: torch.Tensor, narrow: torch.Tensor, wide: torch.Tensor) -> None:
         """One tensor of the artifact against the float32 and the float64 run."""

@@ -7,12 +7,9 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
   uint64_t location = op_location();
   close_barrier();
   if (phase == Phase::Coexec) {
-    Node* next = nullptr;
-    for (int32_t id : current_->children) {
-      Node& n = program.at(id);
-      if (n.info == info && n.location == location)
-        next = &n;
-    }
+    Node* next = known_barrier(info, location);
+    if (!next)
+      next = known_barrier(info, location = op_place());
     if (next) {
       wait(it_->size(), Wait::Sync);
       in_.clear();
@@ -28,6 +25,7 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
     }
   }
   if (phase == Phase::Trace) {
+    location = op_place();
     uint64_t uid = mix(mix(location, info->name_hash), recorder.occurrence(location, info->name_hash));
     guarded(location);
     recorder.record_pseudo(info, Kind::Barrier, location, uid, t ? &*t : nullptr);
@@ -39,6 +37,13 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
     if (foreign)
       mark_foreign(t->storage());
   }
+}
+
+Node* Step::known_barrier(const OpInfo* info, uint64_t location) {
+  for (int32_t id : current_->children)
+    if (Node& n = program.at(id); n.info == info && n.location == location)
+      return &n;
+  return nullptr;
 }
 
 void Step::close_barrier() {

@@ -1,10 +1,12 @@
 // Waiting for values, and leaving co-execution in the middle of an iteration with exactly eager's state.
+#include <cstring>
 #include "step.h"
 
 namespace coexec {
 void Step::wait(int64_t n, Wait why) {
   stats.waits[static_cast<int>(why)]++;
   stats.stall_s += it_->wait_done(n);
+  issue_warnings(*it_, n);
 }
 
 void Step::resolve_inputs() {
@@ -32,6 +34,8 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   if (auto error = kernel_error()) {
     fallback = error;
     path.resize(it_->failed_at()); // ops from the failed one on never happened
+    undo_host_writes(it_->failed_at());
+    forget_failed_gradients();
   }
   drop_keys();
   forget_pending_writes(it_.get());
@@ -39,6 +43,7 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   to_recorder();
   phase = Phase::Trace;
   has_trace = true;
+  issue_warnings(*it_, static_cast<int64_t>(path.size()));
   if (it_->failed())
     std::rethrow_exception(it_->error());
 }
@@ -49,6 +54,19 @@ std::optional<Fallback> Step::kernel_error() {
     return std::nullopt;
   const Node& failed = program.at(path[at]);
   return Fallback{"kernel error", failed.info->name, failed.location, failed.id};
+}
+
+void Step::note_host_write(const In& in) {
+  auto* s = in.tensor->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  host_writes_.push_back({it_->size(), c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s),
+      std::string(static_cast<const char*>(s->data()), s->nbytes())});
+}
+
+void Step::undo_host_writes(int64_t from) {
+  for (auto w = host_writes_.rbegin(); w != host_writes_.rend() && w->index >= from; ++w)
+    if (w->storage->nbytes() == w->bytes.size())
+      std::memcpy(w->storage->mutable_data(), w->bytes.data(), w->bytes.size());
+  host_writes_.clear();
 }
 
 void Step::to_recorder() {

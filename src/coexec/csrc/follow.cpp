@@ -17,17 +17,6 @@ c10::StorageImpl* storage_of(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// The ops of a kernel that Python itself runs are no part of the step.
-struct PausedGuard {
-  explicit PausedGuard(Step& s) : step(s), before(s.paused) {
-    step.paused = true;
-  }
-  ~PausedGuard() {
-    step.paused = before;
-  }
-  Step& step;
-  bool before;
-};
 } // namespace
 
 void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
@@ -43,6 +32,11 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
   if (info->decompose) {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeImplicitAutograd), stack);
     return;
+  }
+  if (uint64_t place = op_place(); place != location) {
+    location = place;
+    if (phase == Phase::Coexec && follow(op, ks, stack, location))
+      return;
   }
   if (phase == Phase::Coexec)
     fall_back("new path", info->name, location);
@@ -344,7 +338,10 @@ void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
 void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   advance(n);
   try {
-    PausedGuard inside_kernel(*this); // what a Python kernel does is no part of the step
+    PausedGuard inside_kernel(*this);
+    if (n.kind == Kind::Host)
+      for (int16_t w : n.writes)
+        note_host_write(in_[w]);
     run_now(op, ks, stack);
   } catch (...) {
     it_->publish(false);

@@ -23,6 +23,16 @@ struct BelowEverything {
           c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
 };
 
+// PyTorch's own handler prints to stderr on a thread that is not Python's.
+struct WarningsForPython : c10::WarningHandler {
+  explicit WarningsForPython(Iteration* i) : it(i) {}
+  void process(const c10::Warning& w) override {
+    it->warn(at, w);
+  }
+  Iteration* it;
+  int64_t at = 0; // entry that is executed
+};
+
 void fill_placeholders(Iteration& it, Entry& e) {
   for (const auto& p : e.patches) {
     at::Tensor t = tensor_over(p.external ? c10::Storage(p.external) : it.memory(p.sid), *p.geometry);
@@ -144,7 +154,10 @@ void GraphRunner::run_iteration() {
   Iteration& it = *it_;
   replay_until_ = 0;
   timed_ = nullptr;
+  WarningsForPython warnings(&it);
+  c10::WarningUtils::WarningHandlerGuard collect(&warnings);
   for (int64_t i = 0;;) {
+    warnings.at = i;
     try {
       if (const Segment* s = segment_at(i)) {
         int64_t next = run_segment(*s, i);

@@ -79,6 +79,8 @@ void Iteration::reset(size_t slots) {
   pending_frees_.clear();
   has_frees_.store(false);
   published_.clear();
+  warnings_.clear();
+  has_warnings_.store(false);
   native_fills.clear();
   run_ = nullptr;
   run_void_.store(false);
@@ -352,8 +354,24 @@ bool Iteration::published(int64_t index, at::Tensor* value) {
 
 void Iteration::discard_published(int64_t from, int64_t to) {
   std::lock_guard<std::mutex> l(m_);
-  published_.erase(std::remove_if(published_.begin(), published_.end(),
-                       [&](const auto& p) { return p.first >= from && p.first < to; }),
-      published_.end());
+  auto within = [&](const auto& p) { return p.first >= from && p.first < to; };
+  published_.erase(std::remove_if(published_.begin(), published_.end(), within), published_.end());
+  warnings_.erase(std::remove_if(warnings_.begin(), warnings_.end(), within), warnings_.end());
+}
+
+void Iteration::warn(int64_t index, c10::Warning w) {
+  std::lock_guard<std::mutex> l(m_);
+  warnings_.emplace_back(index, std::move(w));
+  has_warnings_.store(true, std::memory_order_release);
+}
+
+std::vector<std::pair<int64_t, c10::Warning>> Iteration::take_warnings(int64_t n) {
+  std::lock_guard<std::mutex> l(m_);
+  auto later = std::stable_partition(warnings_.begin(), warnings_.end(), [&](const auto& w) { return w.first < n; });
+  std::vector<std::pair<int64_t, c10::Warning>> taken(
+      std::make_move_iterator(warnings_.begin()), std::make_move_iterator(later));
+  warnings_.erase(warnings_.begin(), later);
+  has_warnings_.store(!warnings_.empty(), std::memory_order_release);
+  return taken;
 }
 } // namespace coexec

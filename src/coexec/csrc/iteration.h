@@ -143,8 +143,15 @@ class Iteration {
     std::lock_guard<std::mutex> l(m_);
     return void_reason_;
   }
-  // The GraphRunner found that a compiled run must not be used: values published from it are void.
+  // The GraphRunner found that a compiled run must not be used: what came out of it is void.
   void discard_published(int64_t from, int64_t to);
+
+  // Warnings of kernels, which belong to Python's thread: by the log index of their op.
+  void warn(int64_t index, c10::Warning w);
+  bool has_warnings() const {
+    return has_warnings_.load(std::memory_order_acquire);
+  }
+  std::vector<std::pair<int64_t, c10::Warning>> take_warnings(int64_t n); // of the first `n` entries
 
   bool published_unlocked(int64_t index) const;
 
@@ -174,6 +181,8 @@ class Iteration {
   std::vector<int32_t> pending_frees_;
   std::atomic<bool> has_frees_{false};
   std::vector<std::pair<int64_t, at::Tensor>> published_;
+  std::vector<std::pair<int64_t, c10::Warning>> warnings_; // guarded by m_
+  std::atomic<bool> has_warnings_{false};
   std::atomic<int64_t> python_wants_{-1};
   const struct SegmentRun* run_ = nullptr; // guarded by m_
   std::atomic<bool> run_void_{false};

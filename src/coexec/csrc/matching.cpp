@@ -7,19 +7,29 @@
 
 namespace coexec {
 uint64_t Step::op_location() {
-  uint64_t h = location_hash(frame_);
+  frames_ = location_hash(frame_);
   auto node = torch::autograd::get_current_node();
   in_backward_ = node.defined();
   if (in_backward_) {
     // All of a backward pass has one Python location: the op that made the node tells its ops apart.
     uint64_t seq = node->sequence_nr();
-    uint64_t by = last_backward_uid_; // AccumulateGrad has no number of its own: it follows what fed it
+    backward_of_ = last_backward_uid_; // AccumulateGrad has no number of its own: it follows what fed it
     if (seq != UINT64_MAX) {
       uint64_t k = seq - sequence_base_;
-      by = seq >= sequence_base_ && k < uid_of_sequence_.size() ? uid_of_sequence_[k] : 0x5bd1e995;
+      backward_of_ = seq >= sequence_base_ && k < uid_of_sequence_.size() ? uid_of_sequence_[k] : 0x5bd1e995;
     }
-    h = mix(h, by);
   }
+  return in_this_state(frames_);
+}
+
+// The place whose code is that of the op at hand by value: where the op's own location is not known.
+uint64_t Step::op_place() {
+  return in_this_state(places_.first_like(frames_, frame_));
+}
+
+uint64_t Step::in_this_state(uint64_t h) const {
+  if (in_backward_)
+    h = mix(h, backward_of_);
   // Process-wide state that decides what an op does is part of where it is.
   if (auto d = c10::get_default_dtype_as_scalartype(); d != at::kFloat)
     h = mix(h, static_cast<uint64_t>(d) + 1);

@@ -262,14 +262,9 @@ py::object fallback_of(Step& s) {
   return py::make_tuple(s.fallback->reason, s.fallback->op, s.fallback->location, s.fallback->after_node);
 }
 
-// The chain of a location, innermost first: (code object, byte offset).
 py::list chain_of(Step& s, uint64_t location) {
-  py::list l;
-  auto it = s.locations.find(location);
-  if (it != s.locations.end())
-    for (auto& f : it->second.chain)
-      l.append(py::make_tuple(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(f.code)), f.offset));
-  return l;
+  auto known = s.locations.find(location);
+  return to_python(known == s.locations.end() ? FrameChain() : known->second.chain);
 }
 
 py::dict stats_of(Step& s) {
@@ -414,6 +409,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("has_trace", &Step::has_trace)
       .def_readonly("path", &Step::path)
       .def_readwrite("paused", &Step::paused)
+      .def("set_upcalls",
+          [](Step& s, py::object warn, py::object forget_gradients) {
+            s.upcalls = {std::move(warn), std::move(forget_gradients)};
+          })
+      .def_property_readonly("other_device", [](Step& s) { return s.recorder.other_device; })
       .def_property_readonly("phase", [](Step& s) { return static_cast<int>(s.phase); });
   m.def("active_step", [] { return active_step(); }, py::return_value_policy::reference);
   // As active_step; without one, what a call that returned early still owes to the memory of `t` (to everything, if
@@ -432,6 +432,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("raise_error") = true);
   m.def("watch_again", &watch_again);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });
+  m.def("never_computed", [](const at::Tensor& t) {
+    auto* r = record_of(*t.unsafeGetTensorImpl());
+    return r && r->iteration->failed() && !r->iteration->memory(r->sid).unsafeGetStorageImpl();
+  });
   m.def("has_key", [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::Fake); });
   // Returns a key for unmark_foreign.
   m.def("mark_foreign", [](const at::Tensor& t) -> uintptr_t {

@@ -19,6 +19,7 @@ void Recorder::begin(std::vector<c10::StorageImpl*> step_arguments) {
   forgotten_.clear();
   counts_.clear();
   external_storages_ = 0;
+  other_device.clear();
   complete = false;
   step_arguments_ = std::move(step_arguments);
 }
@@ -50,6 +51,12 @@ void Recorder::register_value(const c10::Storage& s, const Geometry* g, TraceVal
     if (e.first == g)
       return; // the first value with this geometry stands for all
   it->second.values.emplace_back(g, v);
+}
+
+// A subclass may claim any device: what it is made of comes by itself.
+void Recorder::note_device(const c10::TensorImpl& t) {
+  if (!t.is_cpu() && !t.is_meta() && !t.key_set().has(c10::DispatchKey::Python))
+    other_device = c10::DeviceTypeName(t.device().type(), true);
 }
 
 TraceInput Recorder::input(const at::Tensor& t) {
@@ -103,7 +110,10 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
   auto args = torch::jit::last(*stack, n_args);
   bool special = false;
   bool plain = encode_args(*info, args, &t.args, [&](const at::Tensor& x, int16_t arg, int16_t) {
-    special |= is_special(*x.unsafeGetTensorImpl());
+    if (is_special(*x.unsafeGetTensorImpl())) {
+      special = true;
+      note_device(*x.unsafeGetTensorImpl());
+    }
     t.inputs.push_back(input(x));
     if (writes_argument(*info, args, arg))
       t.writes.push_back(static_cast<int16_t>(t.inputs.size() - 1));
@@ -185,6 +195,7 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     }
     auto* impl = x.unsafeGetTensorImpl();
     if (is_special(*impl)) {
+      note_device(*impl);
       t.kind = Kind::Sync;
       return;
     }

@@ -79,6 +79,7 @@ class Recorder {
   std::deque<TraceOp> ops; // never moved
   std::vector<TraceExternal> externals;
   bool complete = false;
+  std::string other_device; // of a tensor that an op met, if it is neither the CPU nor meta
   // Locations of aten::empty whose memory native code fills through its pointer: real memory from the start.
   std::unordered_set<uint64_t> native_fills;
 
@@ -89,6 +90,7 @@ class Recorder {
     c10::SmallVector<std::pair<const Geometry*, TraceValue>, 2> values;
   };
   TraceInput input(const at::Tensor& t);
+  void note_device(const c10::TensorImpl& t);
   void describe_outputs(TraceOp& op, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results);
   void make_external(const TraceOp& op);
   void forget_results(TraceOp& op);

@@ -50,9 +50,11 @@ bool Step::complete() {
     settle();
   }
   recorder.complete = !error;
+  auto it = it_;
   put_away();
   if (error && overlap->see_error())
     std::rethrow_exception(error);
+  issue_warnings(*it, static_cast<int64_t>(path.size()));
   return !error;
 }
 

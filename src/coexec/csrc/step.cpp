@@ -43,6 +43,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
   overlap_allowed_ = overlap;
   foreign_use_ = {};
   frame_ = step_frame(frame_levels);
+  places_.forget_repetitions();
   phase = p;
   fallback.reset();
   has_trace = p == Phase::Trace;
@@ -73,6 +74,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     external_descriptions.clear();
     external_writes_.clear();
     release_openmp_workers(); // this thread computes nothing large from here on
+    host_writes_.clear();
     graph.start(it_, segments, step_arguments_);
   }
   active_step() = this;
@@ -129,6 +131,7 @@ void Step::put_away() {
 
 bool Step::finish() {
   std::exception_ptr error;
+  auto it = it_;
   close_barrier();
   if (phase == Phase::Coexec) {
     try {
@@ -149,11 +152,14 @@ bool Step::finish() {
   leave();
   if (error)
     std::rethrow_exception(error);
+  if (it)
+    issue_warnings(*it, static_cast<int64_t>(path.size()));
   return true;
 }
 
 void Step::complete_iteration() {
-  wait(it_->size(), Wait::StepEnd);
+  stats.waits[static_cast<int>(Wait::StepEnd)]++;
+  stats.stall_s += it_->wait_done(it_->size()); // warnings come when the iteration has been left
   it_->close();
   resolve_all();
 }

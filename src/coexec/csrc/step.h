@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include "graph_runner.h"
 #include "overlap.h"
+#include "places.h"
 #include "recorder.h"
+#include "upcalls.h"
 
 namespace coexec {
 
@@ -89,6 +91,7 @@ class Step {
   std::vector<int32_t> path; // nodes of the last co-executed iteration
   ska::flat_hash_map<uint64_t, LocationInfo> locations;
   bool paused = false;
+  Upcalls upcalls;
   bool describing = false; // fill `description` in this iteration
   std::vector<OpDescription> description;
   std::vector<ExternalDescription> external_descriptions;
@@ -102,8 +105,16 @@ class Step {
     const at::Tensor* tensor;
     int16_t arg, element;
   };
+  // What a HOST op, which runs at once, overwrote: restored if an op before it turns out to have failed.
+  struct HostWrite {
+    int64_t index; // in the log
+    c10::intrusive_ptr<c10::StorageImpl> storage;
+    std::string bytes;
+  };
   std::shared_ptr<Iteration> fresh_iteration();
   uint64_t op_location();
+  uint64_t op_place();
+  uint64_t in_this_state(uint64_t location) const;
   void remember_sequence(uint64_t uid);
   bool guarded(uint64_t location);
 
@@ -122,6 +133,7 @@ class Step {
   void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
   at::Tensor fetched_value(const In& in, int64_t index);
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
@@ -133,6 +145,10 @@ class Step {
   static void learn_arguments(Node& n, const TraceOp& t);
   static void learn_variant(Node& n, const TraceOp& t);
   void wait(int64_t n, Wait why);
+  void issue_warnings(Iteration& it, int64_t n);
+  void forget_failed_gradients();
+  void note_host_write(const In& in);
+  void undo_host_writes(int64_t from);
   void resolve_inputs();
   void resolve_all();
   void fall_back(const std::string& reason, const std::string& op, uint64_t location);
@@ -150,13 +166,18 @@ class Step {
   void settle();
 
   StepFrame frame_;
+  Places places_;
   std::vector<StepInput> step_arguments_;
   std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it
   uint64_t sequence_base_ = 0, last_backward_uid_ = 0;
   std::shared_ptr<Iteration> it_;
   std::vector<std::shared_ptr<Iteration>> iterations_; // see fresh_iteration
-  bool in_backward_ = false; // the op at hand runs inside the autograd engine
+  // Of the op at hand: the chain of frames, whether it runs inside the autograd engine, and there the op that it is
+  // for.
+  uint64_t frames_ = 0, backward_of_ = 0;
+  bool in_backward_ = false;
   bool barrier_open_ = false;
+  std::vector<HostWrite> host_writes_; // of this iteration, in order
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
   std::vector<int64_t> log_index_; // per node, in this iteration
@@ -166,6 +187,18 @@ class Step {
   bool overlap_allowed_ = false;
   ForeignUse foreign_use_; // kept if overlap_allowed_
   std::shared_ptr<Overlap> overlap_; // of a call that returned early
+};
+
+// Ops of code that runs on real values (a kernel written in Python, a hook of ours) are no part of the step.
+struct PausedGuard {
+  explicit PausedGuard(Step& s) : step(s), before(s.paused) {
+    step.paused = true;
+  }
+  ~PausedGuard() {
+    step.paused = before;
+  }
+  Step& step;
+  bool before;
 };
 
 // The step that runs on this thread, or null.

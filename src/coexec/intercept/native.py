@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
@@ -13,10 +14,13 @@ from typing import Any
 
 import torch
 
+from coexec.config import disabled
 from coexec.errors import CoexecError, UnsupportedTorchError
 from coexec.intercept import reads
+from coexec.intercept.after_failure import forget_gradients
 from coexec.intercept.background import pacer
 from coexec.intercept.build import BuildState, load, native_path_if_ready, start_background_build
+from coexec.intercept.kernel_warnings import issue_warning
 
 SUPPORTED_TORCH = ("2.13",)
 """Releases the interceptor was tested with; the dispatch key it sits on is reserved upstream."""
@@ -49,6 +53,12 @@ def _load_once() -> None:
             _error = error
 
 
+def install_wrappers() -> None:
+    """Wraps the reads that bypass the dispatcher, unless this process will have no native core."""
+    if _supported_torch() and not disabled():
+        reads.install()
+
+
 def wait_for_native(timeout_s: float) -> bool:
     """Blocks until the native core is loaded. False after `timeout_s`, or if it cannot be had."""
     deadline_s = time.monotonic() + timeout_s
@@ -65,9 +75,12 @@ def native_error() -> CoexecError | None:
     return _error
 
 
+def _supported_torch() -> bool:
+    return ".".join(torch.__version__.split(".")[:2]) in SUPPORTED_TORCH
+
+
 def _load_or_start() -> ModuleType | None:
-    release = ".".join(torch.__version__.split(".")[:2])
-    if release not in SUPPORTED_TORCH:
+    if not _supported_torch():
         raise UnsupportedTorchError(
             f"coexec's co-execution is tested with torch {', '.join(SUPPORTED_TORCH)}; this is torch "
             f"{torch.__version__}. Steps run as plain eager PyTorch."
@@ -82,7 +95,7 @@ def _load_or_start() -> ModuleType | None:
             return None
         path = handle.path
     module = load(path)
-    reads.install(module)
+    reads.connect(module)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     atexit.register(_stop_all)
     return module
@@ -91,6 +104,7 @@ def _load_or_start() -> ModuleType | None:
 def new_step(native: ModuleType) -> Any:
     """Returns a native Step whose thread ends with the interpreter."""
     step = native.Step()
+    step.set_upcalls(issue_warning, functools.partial(forget_gradients, native.never_computed))
     _steps.add(step)
     return step
 

@@ -1,7 +1,8 @@
 """Reads and writes that bypass the dispatcher: `numpy()`, `tolist()`, `data_ptr()`, pickling, RNG state ...
 
-They are wrapped once, when the native core is loaded. Outside a step a wrapper costs one native call; inside, the step
-is told first (a BARRIER op of the trace), so that memory is final before anything looks at it.
+They are wrapped when coexec is imported, so that a function captured after that (`from torch import tensor`) is a
+wrapped one. Outside a step a wrapper costs one native call; inside, the step is told first (a BARRIER op of the trace),
+so that memory is final before anything looks at it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.jit import _builtins
 
 VALUE_READS = ("tolist", "__repr__", "__deepcopy__", "__reduce_ex__", "apply_", "map_", "map2_")
 """Read (or write) now, and keep no pointer to the memory."""
@@ -51,8 +54,43 @@ RNG_FUNCTIONS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rn
 """Functions of `torch.random`, also reachable as `torch.<name>`."""
 
 
-def install(native: ModuleType) -> None:
+class Core:
+    """What the wrappers ask of the native core, and the answers until it is loaded: no step is active before."""
+
+    def __init__(self) -> None:
+        self.active_step: Callable[[], Any] = lambda: None
+        self.step_reading: Callable[..., Any] = lambda tensor, writes=False: None
+        self.watch_again: Callable[[], None] = lambda: None
+        self.has_key: Callable[[torch.Tensor], bool] = lambda tensor: False
+        self.mark_foreign: Callable[[torch.Tensor], int] | None = None
+        self.unmark_foreign: Callable[[int], None] = lambda key: None
+        # Arrays over tensors' memory that are older than the core, with their tensors.
+        self.early: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]] = {}
+        self.numbers = itertools.count()
+
+    def connect(self, native: ModuleType) -> None:
+        """The core is there: from now on it is asked, and it learns which memory is NumPy's."""
+        self.active_step, self.has_key = native.active_step, native.has_key
+        self.step_reading, self.watch_again = native.step_reading, native.watch_again
+        self.mark_foreign, self.unmark_foreign = native.mark_foreign, native.unmark_foreign
+        early, self.early = self.early, {}
+        for tensor, array in early.values():
+            if (t := tensor()) is not None and (a := array()) is not None:
+                _foreign_while_alive(self, t, a)
+
+
+_core = Core()
+
+
+def connect(native: ModuleType) -> None:
+    """Installs the wrappers if that has not happened, and lets them ask the native core."""
+    install()
+    _core.connect(native)
+
+
+def install() -> None:
     """Wraps the reads for this process. Calling it again does nothing."""
+    native = _core
     if getattr(torch.Tensor.numpy, "_coexec_wrapper", False):
         return
     for name in VALUE_READS:
@@ -62,7 +100,7 @@ def install(native: ModuleType) -> None:
     for name in ARRAY_READS:
         _wrap_method(name, functools.partial(_array_read, native, name))
     for name in CONSTRUCTORS:
-        setattr(torch, name, _wrap_constructor(native, getattr(torch, name), 0))
+        _replace(torch, name, _wrap_constructor(native, getattr(torch, name), 0))
     for name in ("new_tensor", "new"):
         setattr(torch.Tensor, name, _wrap_constructor(native, getattr(torch.Tensor, name), 1))
     for name in RNG_FUNCTIONS:
@@ -70,12 +108,20 @@ def install(native: ModuleType) -> None:
     for name in POINTER_FUNCTIONS:
         for owner in (torch, torch.Tensor):
             if hasattr(owner, name):
-                setattr(owner, name, _wrap_pointer_function(native, name, getattr(owner, name)))
+                _replace(owner, name, _wrap_pointer_function(native, name, getattr(owner, name)))
     for name in PROCESS_STATE:
-        setattr(torch, name, _rng_barrier(native, name, getattr(torch, name)))
+        _replace(torch, name, _rng_barrier(native, name, getattr(torch, name)))
     _wrap_generator_methods(native)
     _wrap_data_setter(native)
     _wrap_inference_mode(native)
+
+
+def _replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts the wrapper in place, and tells TorchScript, which knows functions by identity, what it stands for."""
+    builtin = _builtins._find_builtin(getattr(owner, name))
+    if builtin is not None:
+        _builtins._register_builtin(wrapper, builtin)
+    setattr(owner, name, wrapper)
 
 
 def _wrap_method(name: str, read: Callable[..., Any]) -> None:
@@ -91,7 +137,7 @@ def _wrap_method(name: str, read: Callable[..., Any]) -> None:
     setattr(torch.Tensor, name, wrapper)
 
 
-def _value_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _value_read(native: Core, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     step = native.step_reading(tensor, writes=name in VALUE_WRITES)
     if step is None or step.paused:
         return original(tensor, *args, **kwargs)
@@ -99,7 +145,7 @@ def _value_read(native: ModuleType, name: str, original: Any, tensor: Any, *args
     return _paused(step, original, tensor, *args, **kwargs)
 
 
-def _pointer_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _pointer_read(native: Core, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     step = native.step_reading(tensor)
     if step is None or step.paused:
         return original(tensor, *args, **kwargs)
@@ -107,7 +153,7 @@ def _pointer_read(native: ModuleType, name: str, original: Any, tensor: Any, *ar
     return _paused(step, original, tensor, *args, **kwargs)
 
 
-def _array_read(native: ModuleType, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _array_read(native: Core, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     step = native.step_reading(tensor)
     if step is not None and not step.paused:
         step.barrier(name, tensor, False)
@@ -118,12 +164,16 @@ def _array_read(native: ModuleType, name: str, original: Any, tensor: Any, *args
     return array
 
 
-def _foreign_while_alive(native: ModuleType, tensor: torch.Tensor, array: Any) -> None:
+def _foreign_while_alive(native: Core, tensor: torch.Tensor, array: Any) -> None:
     """Marks the tensor's memory as NumPy's until the array (every view of it keeps it alive) is gone."""
-    if tensor.layout == torch.strided and tensor.device.type == "cpu":
-        key = native.mark_foreign(tensor)
-        if key:
-            weakref.finalize(array, native.unmark_foreign, key).atexit = False
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return
+    if native.mark_foreign is None:
+        number = next(native.numbers)
+        native.early[number] = (weakref.ref(tensor), weakref.ref(array))
+        weakref.finalize(array, native.early.pop, number, None).atexit = False
+    elif key := native.mark_foreign(tensor):
+        weakref.finalize(array, native.unmark_foreign, key).atexit = False
 
 
 def _paused(step: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +185,7 @@ def _paused(step: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) 
         step.paused = False
 
 
-def _wrap_constructor(native: ModuleType, original: Callable[..., Any], position: int) -> Callable[..., Any]:
+def _wrap_constructor(native: Core, original: Callable[..., Any], position: int) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
@@ -150,7 +200,7 @@ def _wrap_constructor(native: ModuleType, original: Callable[..., Any], position
     return wrapper
 
 
-def _read(native: ModuleType, name: str, tensor: torch.Tensor) -> None:
+def _read(native: Core, name: str, tensor: torch.Tensor) -> None:
     step = native.step_reading(tensor, writes=False)
     if step is not None:
         step.barrier(name, tensor, False)
@@ -166,7 +216,7 @@ def _tensors_in(data: Any) -> Iterator[torch.Tensor]:
                 yield from _tensors_in(item)
 
 
-def _wrap_generator_methods(native: ModuleType) -> None:
+def _wrap_generator_methods(native: Core) -> None:
     """`torch.default_generator.manual_seed()` must find the graph's earlier draws made, and none of the later ones.
 
     The type is a static one, whose attributes cannot be set; its dictionary can. Python is told with PyType_Modified.
@@ -179,7 +229,7 @@ def _wrap_generator_methods(native: ModuleType) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(generator))
 
 
-def _wrap_data_setter(native: ModuleType) -> None:
+def _wrap_data_setter(native: Core) -> None:
     """`p.data = value` gives an ordinary tensor the key of a value that is still being computed."""
     original: Any = torch._C.TensorBase.data
 
@@ -192,7 +242,7 @@ def _wrap_data_setter(native: ModuleType) -> None:
     torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment]
 
 
-def _wrap_inference_mode(native: ModuleType) -> None:
+def _wrap_inference_mode(native: Core) -> None:
     """Its end restores the dispatch keys that the thread had at its beginning; a call may have returned early since."""
     original = torch.inference_mode.__exit__
 
@@ -204,7 +254,7 @@ def _wrap_inference_mode(native: ModuleType) -> None:
     torch.inference_mode.__exit__ = leave  # type: ignore[method-assign]
 
 
-def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_pointer_function(native: Core, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
@@ -217,13 +267,13 @@ def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[...
     return wrapper
 
 
-def _wrap_rng(native: ModuleType, name: str) -> None:
+def _wrap_rng(native: Core, name: str) -> None:
     wrapper = _rng_barrier(native, name, getattr(torch.random, name))
     for module in (torch.random, torch):
-        setattr(module, name, wrapper)
+        _replace(module, name, wrapper)
 
 
-def _rng_barrier(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _rng_barrier(native: Core, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.step_reading(None)

@@ -23,6 +23,8 @@ COMPILERS = ("g++", "c++", "clang++")
 # would tie the file to one CPU. No -fopenmp: torch brings its own OpenMP runtime, a second one in the process would
 # oversubscribe the cores.
 OPTIMIZE_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-fvisibility=hidden")
+# Without vptr: it compares type infos of torch's classes that a hidden-visibility library has copies of.
+SANITIZE_FLAGS = ("-g1", "-fno-omit-frame-pointer", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,24 @@ def compile_flags() -> list[str]:
         "-DTORCH_API_INCLUDE_EXTENSION_H",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     ]
-    return [*OPTIMIZE_FLAGS, *defines, *(word for path in includes for word in ("-isystem", str(path)))]
+    return [
+        *OPTIMIZE_FLAGS,
+        *sanitize_flags(),
+        *defines,
+        *(word for path in includes for word in ("-isystem", str(path))),
+    ]
+
+
+def sanitize_flags() -> list[str]:
+    """Returns the flags of COEXEC_SANITIZE, for the compiler and for the linker; usually none."""
+    chosen = settings().sanitize
+    return [f"-fsanitize={chosen}", *SANITIZE_FLAGS] if chosen else []
 
 
 def link_flags() -> list[str]:
     """Returns the flags of the link; the libraries are those that `import torch` has loaded already."""
     folder = Path(torch.__file__).parent / "lib"
-    return ["-shared", f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    return ["-shared", *sanitize_flags(), f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
 def abi_entries() -> dict[str, str]:
@@ -89,7 +102,7 @@ def abi_entries() -> dict[str, str]:
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')}",
         "machine": f"{sys.platform} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),
-        "flags": " ".join([*OPTIMIZE_FLAGS, "-shared"]),
+        "flags": " ".join([*OPTIMIZE_FLAGS, *sanitize_flags(), "-shared"]),
     }
 
 

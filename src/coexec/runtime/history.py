@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from coexec.intercept.kernel_warnings import line_of
+
 LATEST = 50
 """Fallbacks kept with their place; all are counted."""
 
@@ -46,12 +48,5 @@ def user_line(chain: list[tuple[Any, int]]) -> str:
     """Returns the innermost line outside torch and coexec of a chain of (code object, byte offset)."""
     for code, offset in chain:
         if not code.co_filename.startswith(_TORCH) and "coexec" not in code.co_filename.split(os.sep)[-3:-1]:
-            return f"{code.co_filename}:{_line(code, offset)} in {code.co_qualname}"
+            return f"{code.co_filename}:{line_of(code, offset)} in {code.co_qualname}"
     return "unknown place"
-
-
-def _line(code: Any, offset: int) -> int:
-    for start, end, line in code.co_lines():
-        if start <= offset < end and line is not None:
-            return int(line)
-    return int(code.co_firstlineno)

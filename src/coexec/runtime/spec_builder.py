@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from coexec.backends.aliasing import covering_inputs
+from coexec.backends.fed import NotLowerableError
 from coexec.backends.spec import (
     ITEM_BYTES,
     Arg,
@@ -137,26 +139,27 @@ def build_segment(
         if op is not None:
             _add(builder, position, op, writes.get(node, ()))
     outputs = [slot for slot in sorted(builder.made) if slot in survivors]
-    mutated = _mutated_inputs(builder)
+    written = _written_inputs(builder)
     _normalize_offsets(builder)
     spec = SegmentSpec(
         storages=tuple(builder.storages),
         inputs=tuple(builder.inputs),
         ops=tuple(builder.spec_ops),
         outputs=tuple(outputs),
-        mutated=tuple(mutated),
+        mutated=tuple(written),
         mode="commit" if commit else "functional",
         publishes=tuple(builder.publishes),
         random=any(node in random_nodes for node in nodes),
         threads=threads,
     )
+    spec = dataclasses.replace(spec, mutated=_one_per_memory(spec))
     native = {
         "nodes": list(nodes),
         "commit": commit,
         "random": spec.random,
         "inputs": [_mark_written(builder, index, entry) for index, entry in enumerate(builder.native_inputs)],
         "outputs": outputs,
-        "mutated": mutated,
+        "mutated": list(spec.mutated),
         "external_inputs": builder.external_inputs,
         "slot_inputs": {value: index for value, index in builder.input_of_value.items() if value < EXTERNAL_IDS},
         "number_checks": builder.number_checks,
@@ -165,7 +168,7 @@ def build_segment(
     return BuiltSegment(spec, native, builder.captured, builder.offsets)
 
 
-def _mutated_inputs(builder: _Builder) -> list[int]:
+def _written_inputs(builder: _Builder) -> list[int]:
     """Inputs through which external memory is written. A weight also read transposed is two inputs, one written.
 
     Raises:
@@ -175,6 +178,14 @@ def _mutated_inputs(builder: _Builder) -> list[int]:
     if -1 in positions:
         raise NotDescribableError("memory from outside is written through a view made in the segment")
     return sorted(positions)
+
+
+def _one_per_memory(spec: SegmentSpec) -> tuple[int, ...]:
+    """`spec.mutated` with one input per piece of memory: of written views that overlap, the one that covers all."""
+    try:
+        return covering_inputs(spec)
+    except NotLowerableError:
+        return spec.mutated  # the compile worker says the same, and why
 
 
 def _normalize_offsets(builder: _Builder) -> None:
@@ -193,6 +204,14 @@ def _normalize_offsets(builder: _Builder) -> None:
         builder.values[value.id] = value
         builder.storages[storage] = Storage(value.extent()[1], True)
         builder.offsets[storage] = entry.value.extent()[0]
+    _renew_results(builder)
+
+
+def _renew_results(builder: _Builder) -> None:
+    """In-place ops return their argument: the value as it is described now."""
+    for index, op in enumerate(builder.spec_ops):
+        outs = tuple(None if out is None else builder.values[out.id] for out in op.outs)
+        builder.spec_ops[index] = dataclasses.replace(op, outs=outs)
 
 
 def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
@@ -307,7 +326,10 @@ def _define(
         return None
     if alias >= 0:
         base = builder.values[ids[alias]]
-        if same and _geometry_of(base) == geometry:
+        described = _geometry_of(base)
+        if slot < 0 and same:
+            described |= {"offset": geometry["offset"]}  # a moving slice: op and argument agree, wherever it is now
+        if same and described == geometry:
             return base
         if slot < 0:
             raise NotDescribableError(f"{op.name} returns a view of memory from outside")

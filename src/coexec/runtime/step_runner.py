@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,13 @@ from coexec.runtime.history import History, user_line
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
+
+NATIVE_ACCESS = (
+    "data is not allocated yet",
+    "on a tensor with unallocated storage",
+    "DispatchKey Fake doesn't correspond to a device",
+)
+"""What PyTorch says when native code outside the dispatcher meets a tensor without data."""
 
 MAX_NODES = 200_000
 """A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
@@ -63,6 +71,7 @@ class StepRunner:
         self.benefit = BenefitTrial()
         self._plain = False  # the running iteration is a plain one of a trial
         self._elapsed_s = 0.0  # of the latest co-executed call
+        self._warning = ""  # to be issued when the iteration is over
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -128,7 +137,7 @@ class StepRunner:
 
     def _explain_native_access(self, error: BaseException) -> None:
         """Native code outside the dispatcher met a tensor without data: say so, and never let it happen again."""
-        if isinstance(error, RuntimeError) and "data is not allocated yet" in str(error):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in NATIVE_ACCESS):
             error.add_note(
                 "coexec: native code read a tensor that the graph was still computing. Call coexec.materialize(t) "
                 "before handing a tensor to it. This step runs as plain eager PyTorch from now on."
@@ -166,6 +175,7 @@ class StepRunner:
         if native is None or native.phase == 0:
             self._release()
             self._weigh(completed)
+            self._warn_once()
             return
         pending = False
         try:
@@ -182,6 +192,7 @@ class StepRunner:
             self._release()
             if not pending:
                 self._learn_or_forget(completed)
+        self._warn_once()
 
     def complete(self) -> None:
         """Waits for the graph of a call that returned early (`overlap=True`). A kernel's error is raised here."""
@@ -258,6 +269,9 @@ class StepRunner:
         self.benefit.changed()
         if fallback is None:
             self.counters.traced += 1
+        if native.other_device:
+            self._leave_to_eager(native.other_device)
+            return
         trace = native.trace()
         result = merge(self.graph, trace)
         native.extend(list(result.nodes))
@@ -279,6 +293,21 @@ class StepRunner:
             self.benefit.changed()
         elif self.benefit.ended(plain, time.perf_counter() - self._started_s):
             self.policy.not_worth_it()
+
+    def _warn_once(self) -> None:
+        """Outside of what a filter that makes it an error could leave half done."""
+        text, self._warning = self._warning, ""
+        if text:
+            warnings.warn(text, stacklevel=5)  # _warn_once, _end, call or leave, the public method, its caller
+
+    def _leave_to_eager(self, device: str) -> None:
+        """Co-execution knows the CPU; each op on another device would cost a wait and gain nothing."""
+        self.counters.fallbacks[f"device {device}"] += 1
+        self.policy.settle()
+        self._warning = (
+            f"coexec: the step {self.name!r} works on {device} tensors, and co-execution on CPU tensors only: the step "
+            f"runs as plain eager PyTorch from now on."
+        )
 
     def wait_compiled(self, timeout_s: float) -> bool:
         """Blocks until background compilation has finished; the next call adopts it. False after `timeout_s`.
