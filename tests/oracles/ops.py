@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal import common_methods_invocations
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.coexec.harness import Program, seed_all
 
 Sample = tuple[str, Callable[[], Program]]
+
+op_db = common_methods_invocations.op_db
+# The database sets and restores the seed around each random op, which would make Python wait around it; here the
+# stream goes on from op to op, and its state is compared after every call.
+common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 
 def names() -> list[str]:
@@ -49,12 +54,13 @@ def _inputs(op: Any, dtype: torch.dtype, variant: str) -> Iterator[Any]:
         return
     if variant == "error":
         if dtype is _dtypes(op)[0] and op.error_inputs_func is not None:
-            yield from (error.sample_input for error in op.error_inputs("cpu"))
+            yield from (error.sample_input for error in op.error_inputs_func(op, "cpu"))
         return
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     if variant == "in place":
         grad = grad and op.supports_inplace_autograd
-    yield from op.sample_inputs("cpu", dtype, requires_grad=grad)
+    # Not op.sample_inputs(): it inspects the stack for the name of a test at each sample, which takes longer than it.
+    yield from op.sample_inputs_func(op, "cpu", dtype, grad)
 
 
 def _out_of_place(op: Any, sample: Any, k: int) -> Callable[[], Program]:

@@ -15,15 +15,17 @@ from tests.coexec.harness import Program, seed_all
 from tests.coexec.programs import batch
 from tests.oracles.ops import Sample
 
+OPTIMIZERS: list[Any] = optim_db
+
 
 def names() -> list[str]:
     """The entries of the database."""
-    return [info.optim_cls.__name__ for info in optim_db]
+    return [info.optim_cls.__name__ for info in OPTIMIZERS]
 
 
 def samples(name: str, first: int | None) -> Iterator[Sample]:
     """Yields (name, make): each configuration with each implementation, then each learning rate schedule."""
-    info = next(info for info in optim_db if info.optim_cls.__name__ == name)
+    info = next(info for info in OPTIMIZERS if info.optim_cls.__name__ == name)
     configurations = list(itertools.islice(info.optim_inputs_func(device=torch.device("cpu")), first))
     for implementation in _implementations(info):
         for k, given in enumerate(configurations):
@@ -47,10 +49,11 @@ def _program(info: Any, options: dict[str, Any], schedules: Any) -> Callable[[],
         model = _model(info)
         optimizer = info.optim_cls(model.parameters(), **_with_rate(info, copy.deepcopy(options)))
         schedulers = [schedule(optimizer) for schedule in schedules or ()]
+        x = _input(info)
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(_input(info)).pow(2).mean()
+            loss = model(x).pow(2).mean()
             loss.backward()
             return loss
 
@@ -75,7 +78,8 @@ def _model(info: Any) -> nn.Module:
 
 
 def _input(info: Any) -> torch.Tensor:
-    return torch.tensor([0, 3, 3, 1]) if info.only_supports_sparse_grads else batch(0)
+    x: torch.Tensor = torch.tensor([0, 3, 3, 1]) if info.only_supports_sparse_grads else batch(0)
+    return x
 
 
 def _with_rate(info: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def _scan_shard(suite: str, names: list[str], first: int | None) -> list[Verdict
     options = ["--first", str(first)] if first is not None else []
     after: list[str] = []
     while names:
-        running = run_child("tests.oracles.scan_child", [suite, *options, *after, "--", *names], verdicts.append)
+        running = run_child("tests.oracles.scan_child", [suite, *options, *after, "--names", *names], verdicts.append)
         if not running:
             break
         # Entries before the one that died are done; within it the child goes on after the sample.

@@ -28,7 +28,7 @@ def main() -> None:
     """Judges the samples of the entries given, after `--after` if that is given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suite", choices=("ops", "modules", "optimizers"))
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("--names", nargs="*", default=None)
     parser.add_argument("--first", type=int, default=None)
     parser.add_argument("--after", default="")
     parser.add_argument("--only", default="", help="judge the samples whose name contains this")
@@ -56,7 +56,7 @@ def _quiet() -> None:
     torch.set_num_threads(1)
 
 
-def _samples(suite: str, names: list[str], first: int | None) -> Iterator[tuple[str, Callable[[], Program]]]:
+def _samples(suite: str, names: list[str] | None, first: int | None) -> Iterator[tuple[str, Callable[[], Program]]]:
     module = importlib.import_module(f"tests.oracles.{suite}")
     for name in names or module.names():
         try:
