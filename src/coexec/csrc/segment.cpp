@@ -1,4 +1,5 @@
 #include "segment.h"
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 namespace coexec {
@@ -30,6 +31,50 @@ bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
 at::Tensor segment_argument(const Entry& e, int16_t input) {
   const Patch* p = patch_of(e, input);
   return p && p->external ? tensor_over(c10::Storage(p->external), *p->geometry) : at::Tensor();
+}
+
+at::Tensor number_tensor(const Entry& e, const SegmentInput& in) {
+  c10::IValue v = e.args[in.arg];
+  if (in.element >= 0)
+    v = v.toListRef()[in.element];
+  if (v.isTensor())
+    v = wrapped_value(*v.toTensor().unsafeGetTensorImpl());
+  at::Tensor t = at::empty({}, at::TensorOptions().dtype(in.number_type));
+  switch (in.number_type) {
+    case at::kDouble:
+      *t.mutable_data_ptr<double>() = v.isInt() ? static_cast<double>(v.toInt()) : v.toDouble();
+      break;
+    case at::kLong:
+      *t.mutable_data_ptr<int64_t>() = v.toInt();
+      break;
+    case at::kBool:
+      *t.mutable_data_ptr<bool>() = v.toBool();
+      break;
+    default:
+      *t.mutable_data_ptr<c10::complex<double>>() = v.toComplexDouble();
+  }
+  return t;
+}
+
+bool number_fits(const Entry& e, const SegmentInput& in) {
+  c10::IValue v = e.args[in.arg];
+  if (in.element >= 0) {
+    if (!v.isList() || v.toListRef().size() <= static_cast<size_t>(in.element))
+      return false;
+    v = v.toListRef()[in.element];
+  }
+  if (v.isTensor())
+    v = wrapped_value(*v.toTensor().unsafeGetTensorImpl());
+  switch (in.number_type) {
+    case at::kDouble:
+      return v.isDouble();
+    case at::kLong:
+      return v.isInt();
+    case at::kBool:
+      return v.isBool();
+    default:
+      return v.isComplexDouble();
+  }
 }
 
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to) {

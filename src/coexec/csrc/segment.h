@@ -93,6 +93,9 @@ struct SegmentRun {
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to);
 
 at::Tensor segment_argument(const Entry& e, int16_t input); // an external one
+// A number of an op as the artifact takes it, a 0-dim tensor; and whether it has the type that it was compiled for.
+at::Tensor number_tensor(const Entry& e, const SegmentInput& in);
+bool number_fits(const Entry& e, const SegmentInput& in);
 bool same_bytes(const at::Tensor& a, const at::Tensor& b);
 
 // Called inside a compiled graph, on the GraphRunner's thread.

@@ -115,6 +115,11 @@ class Step {
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
   int32_t describe_external(const at::Tensor& t);
   void learn_survivors();
+  static std::unique_ptr<Node> new_node(const TraceOp& t);
+  void link_path(const std::vector<int32_t>& nodes);
+  void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
+  static void learn_arguments(Node& n, const TraceOp& t);
+  static void learn_variant(Node& n, const TraceOp& t);
   void wait(int64_t n, Wait why);
   void resolve_inputs();
   void resolve_record(StorageRecord* r);

@@ -1,0 +1,50 @@
+// What Python does outside the dispatcher: reads of memory, random draws, switches. The graph must not overtake it.
+#include "step.h"
+
+namespace coexec {
+void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign) {
+  const OpInfo* info = pseudo_op("coexec::" + name);
+  uint64_t location = op_location();
+  close_barrier();
+  if (phase == Phase::Coexec) {
+    Node* next = nullptr;
+    for (int32_t id : current_->children) {
+      Node& n = program.at(id);
+      if (n.info == info && n.location == location)
+        next = &n;
+    }
+    if (next) {
+      wait(it_->size(), Wait::Sync);
+      in_.clear();
+      if (t && t->defined() && t->unsafeGetTensorImpl()->has_storage())
+        if (auto* r = record_of(*t->unsafeGetTensorImpl())) {
+          in_.push_back({r, 0, nullptr, &*t, 0, -1});
+          resolve_inputs();
+        }
+      advance(*next);
+      barrier_open_ = true; // until Python is back: it has yet to do what the barrier is for
+    } else {
+      fall_back("new path", info->name, location);
+    }
+  }
+  if (phase == Phase::Trace) {
+    uint64_t uid = mix(mix(location, info->name_hash), recorder.occurrence(location, info->name_hash));
+    guarded(location);
+    recorder.record_pseudo(info, Kind::Barrier, location, uid, t ? &*t : nullptr);
+    remember_sequence(uid);
+  }
+  if (t && t->defined() && t->unsafeGetTensorImpl()->has_storage()) {
+    if (t->key_set().has(kKey))
+      clear_stale_key(t->unsafeGetTensorImpl());
+    if (foreign)
+      mark_foreign(t->storage());
+  }
+}
+
+void Step::close_barrier() {
+  if (barrier_open_) {
+    barrier_open_ = false;
+    it_->publish(false);
+  }
+}
+} // namespace coexec

@@ -1,0 +1,60 @@
+// Keeps the live inputs of a segment while it is replayed, for the check of its artifact in another process.
+#include <ATen/CPUGeneratorImpl.h>
+#include <cstdio>
+#include "graph_runner.h"
+
+namespace coexec {
+namespace {
+int64_t append(FILE* f, const void* data, size_t n) {
+  std::fseek(f, 0, SEEK_END);
+  while (std::ftell(f) % 64)
+    std::fputc(0, f);
+  int64_t start = std::ftell(f);
+  return std::fwrite(data, 1, n, f) == n ? start : -1;
+}
+} // namespace
+
+// An input is written just before the first op that uses it: nothing of the segment has changed it then.
+void GraphRunner::capture_inputs(Entry& e) {
+  Capture& c = *capture;
+  FILE* f = nullptr;
+  auto file = [&] { return f ? f : f = std::fopen(c.path.c_str(), "ab"); };
+  if (c.with_generator && c.generator_start < 0) {
+    at::Tensor state = at::detail::getDefaultCPUGenerator().get_state();
+    if (file())
+      c.generator_start = append(f, state.const_data_ptr(), state.nbytes());
+    c.generator_nbytes = static_cast<int64_t>(state.nbytes());
+  }
+  for (auto& i : c.items) {
+    if (i.position != e.node->position || i.start >= 0)
+      continue;
+    if (!file()) {
+      c.failed = true;
+      break;
+    }
+    if (i.input < 0) {
+      SegmentInput in{};
+      in.arg = i.arg;
+      in.element = i.element;
+      in.number_type = i.number_type;
+      if (number_fits(e, in)) {
+        at::Tensor t = number_tensor(e, in);
+        i.start = append(f, t.const_data_ptr(), t.nbytes());
+      }
+    } else {
+      for (const auto& p : e.patches) {
+        if (p.input != i.input)
+          continue;
+        c10::Storage st = p.external ? c10::Storage(p.external) : it_->memory(p.sid);
+        int64_t own = p.geometry->offset * static_cast<int64_t>(c10::elementSize(p.geometry->dtype));
+        int64_t low = i.low < 0 ? own : i.low;
+        if (st.unsafeGetStorageImpl() && static_cast<int64_t>(st.nbytes()) >= low + i.nbytes)
+          i.start = append(f, static_cast<const char*>(st.data()) + low, i.nbytes);
+      }
+    }
+    c.failed |= i.start < 0;
+  }
+  if (f)
+    std::fclose(f);
+}
+} // namespace coexec

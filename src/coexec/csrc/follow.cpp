@@ -1,0 +1,349 @@
+// The PythonRunner: what becomes of an op, of one that the TraceGraph knows (validate, hand out, publish) and of any
+// other.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <typeinfo>
+#include "step.h"
+
+namespace coexec {
+namespace {
+c10::DispatchKeySet below(c10::DispatchKeySet ks) {
+  return ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+}
+
+c10::StorageImpl* storage_of(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// The ops of a kernel that Python itself runs are no part of the step.
+struct PausedGuard {
+  explicit PausedGuard(Step& s) : step(s), before(s.paused) {
+    step.paused = true;
+  }
+  ~PausedGuard() {
+    step.paused = before;
+  }
+  Step& step;
+  bool before;
+};
+} // namespace
+
+void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  uint64_t location = op_location();
+  close_barrier();
+  if (phase == Phase::Coexec && follow(op, ks, stack, location))
+    return;
+  const OpInfo* info = op_info(op);
+  if (info->pass_through) {
+    run_now(op, ks, stack);
+    return;
+  }
+  if (info->decompose) {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeImplicitAutograd), stack);
+    return;
+  }
+  if (phase == Phase::Coexec)
+    fall_back("new path", info->name, location);
+  uint64_t uid = mix(mix(location, info->name_hash), recorder.occurrence(location, info->name_hash));
+  stats.traced_ops++;
+  {
+    bool guard = guarded(location);
+    PausedGuard inside_kernel(*this);
+    recorder.record(info, location, uid, guard, op, ks, stack);
+  }
+  remember_sequence(uid);
+}
+
+bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location) {
+  const auto* schema = &op.schema();
+  for (int32_t id : current_->children) {
+    Node& n = program.at(id);
+    if (n.info->schema != schema || n.location != location)
+      continue;
+    auto args = torch::jit::last(*stack, n.info->args.size());
+    if (!match(n, args))
+      continue;
+    switch (n.kind) {
+      case Kind::Fetch:
+        fetch(n, op, ks, stack);
+        return true;
+      case Kind::Sync:
+        sync(n, op, ks, stack);
+        return true;
+      case Kind::Host:
+        run_unpublished(n, op, ks, stack);
+        return true;
+      default:
+        break;
+    }
+    const Variant* v = find_variant(n, args);
+    if (!v)
+      v = infer_variant(n, args);
+    if (!v) {
+      fall_back("new shapes", n.info->name, location);
+      return false;
+    }
+    if (n.kind == Kind::View)
+      view(n, *v, op, ks, stack);
+    else
+      compute(n, *v, stack);
+    return true;
+  }
+  return false;
+}
+
+// The op is validated: it becomes the latest entry of the log. The caller fills the entry and publishes it.
+void Step::advance(Node& n) {
+  Entry& e = it_->next_entry();
+  e.node = &n;
+  e.variant = nullptr;
+  e.patches.clear();
+  log_index_[n.id] = it_->size();
+  path.push_back(n.id);
+  current_ = &n;
+  stats.ops++;
+  remember_sequence(n.uid);
+}
+
+// An argument from outside, as the GraphRunner may hold it: a copy if other code can change the memory before the graph
+// runs, or if the PythonRunner itself will (host ops).
+Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry) {
+  auto* s = storage_of(*in.tensor);
+  if (geometry->offset != in.tensor->storage_offset())
+    geometry = intern_of(*in.tensor->unsafeGetTensorImpl());
+  Patch p{in.arg, in.element, static_cast<int16_t>(k), kExternal, -1, geometry,
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
+  if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s)))
+    return p;
+  stats.feeds++;
+  // Same strides: kernels may depend on them. The copy goes through the kernel directly.
+  c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor t = tensor_over(in.tensor->storage(), *geometry);
+  at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
+  copy.copy_(t);
+  p.geometry = intern_of(*copy.unsafeGetTensorImpl());
+  p.external = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(copy));
+  return p;
+}
+
+void Step::prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack) {
+  for (size_t k = 0; k < in_.size(); k++) {
+    const In& in = in_[k];
+    if (in.record)
+      e.patches.push_back({in.arg, in.element, static_cast<int16_t>(k), in.slot, in.record->sid, in.geometry, {}});
+    else
+      e.patches.push_back(pass_on(n, in, k, v.inputs[k]));
+  }
+  auto n_args = n.info->args.size();
+  auto first = stack->size() - n_args;
+  e.args.clear();
+  e.args.reserve(n_args);
+  for (size_t i = 0; i < n_args; i++) {
+    const Arg& a = n.args[i];
+    if (a.type == Arg::Tensor)
+      e.args.emplace_back();
+    else if (a.type == Arg::List && n.info->args[i].cls == ArgClass::TensorList)
+      e.args.emplace_back(c10::List<at::Tensor>(std::vector<at::Tensor>(a.present.size())));
+    else if (a.type == Arg::List) {
+      c10::List<std::optional<at::Tensor>> l;
+      for (bool p : a.present)
+        l.push_back(p ? std::optional<at::Tensor>(at::Tensor()) : std::nullopt);
+      e.args.emplace_back(std::move(l));
+    } else {
+      e.args.push_back((*stack)[first + i]);
+    }
+  }
+}
+
+at::Tensor Step::hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args) {
+  const Output& o = n.outputs[k];
+  if (!o.defined)
+    return at::Tensor();
+  if (o.same_arg >= 0)
+    return args[o.same_arg].toTensor();
+  int32_t slot = n.slot_base + static_cast<int32_t>(k);
+  if (o.alias < 0) {
+    auto t = make_placeholder(it_, slot, v.outputs[k], v.nbytes[k], n.info->allocates);
+    it_->set_sid(slot, slot);
+    it_->track(record_of(*t.unsafeGetTensorImpl()));
+    record_of(*t.unsafeGetTensorImpl())->last_write = it_->size();
+    return t;
+  }
+  auto* r = in_[o.alias].record;
+  int32_t known = r->slot_of(v.outputs[k]);
+  if (known < 0) {
+    r->views.push_back({v.outputs[k], slot});
+    it_->set_sid(slot, r->sid);
+  }
+  return make_placeholder_view(*in_[o.alias].tensor, known < 0 ? slot : known, v.outputs[k]);
+}
+
+void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
+  auto args = torch::jit::last(*stack, n.info->args.size());
+  advance(n);
+  int64_t index = it_->size();
+  Entry& e = it_->entry(index);
+  e.variant = &v;
+  prepare_args(n, v, e, stack);
+  bool foreign_write = false;
+  for (int16_t w : n.writes) {
+    if (n.info->bumps_version)
+      in_[w].tensor->unsafeGetTensorImpl()->bump_version();
+    if (in_[w].record) {
+      in_[w].record->last_write = index;
+    } else {
+      auto* s = storage_of(*in_[w].tensor);
+      external_writes_[s] = index;
+      note_pending_write(s, it_, index);
+      key_until_written(*in_[w].tensor);
+      foreign_write |= is_foreign(s);
+    }
+  }
+  c10::SmallVector<c10::IValue, 3> results;
+  size_t k = 0;
+  for (int32_t r : n.returns) {
+    if (r < 0) {
+      results.emplace_back(hand_out(n, v, k++, args));
+      continue;
+    }
+    c10::List<at::Tensor> l;
+    l.reserve(r);
+    for (int32_t j = 0; j < r; j++)
+      l.push_back(hand_out(n, v, k++, args));
+    results.emplace_back(std::move(l));
+  }
+  if (describing)
+    describe(n, &v, e, args);
+  torch::jit::drop(*stack, n.info->args.size());
+  for (auto& r : results)
+    stack->push_back(std::move(r));
+  it_->publish(n.info->heavy);
+  if (foreign_write) // the next line of Python may read that memory without PyTorch
+    wait(index + 1, Wait::ForeignWrite);
+}
+
+void Step::run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard g(kKey);
+  op.redispatchBoxed(below(ks), stack);
+}
+
+void Step::view(
+    Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  auto n_args = n.info->args.size();
+  StorageRecord* r = in_.empty() ? nullptr : in_[0].record;
+  bool in_place = !n.outputs.empty() && n.outputs[0].same_arg >= 0 && n.info->handle->hasTag(at::Tag::inplace_view);
+  advance(n);
+  it_->entry(it_->size()).variant = &v;
+  if (!r) { // metadata only, on real memory
+    if (describing)
+      describe(n, &v, it_->entry(it_->size()), torch::jit::last(*stack, n_args));
+    bool pending = !in_.empty() && external_writes_.count(storage_of(*in_[0].tensor));
+    it_->publish(false);
+    run_now(op, ks, stack);
+    if (pending)
+      for (const auto& x : torch::jit::last(*stack, n.info->n_returns))
+        if (x.isTensor() && x.toTensor().defined())
+          key_until_written(x.toTensor());
+    return;
+  }
+  if (in_place) { // t_(), squeeze_() ...: changes this very tensor's geometry, touches no memory
+    at::Tensor self = *in_[0].tensor;
+    run_now(op, ks, stack);
+    const auto* g = v.outputs[0];
+    int32_t known = r->slot_of(g);
+    if (known < 0) {
+      r->views.push_back({g, n.slot_base});
+      it_->set_sid(n.slot_base, r->sid);
+    }
+    if (typeid(*self.unsafeGetTensorImpl()) == typeid(PlaceholderImpl)) {
+      auto* p = static_cast<PlaceholderImpl*>(self.unsafeGetTensorImpl());
+      p->geometry = g;
+      p->slot = known < 0 ? n.slot_base : known;
+    }
+    if (describing)
+      describe(n, &v, it_->entry(it_->size()), {});
+    it_->publish(false);
+    return;
+  }
+  auto args = torch::jit::last(*stack, n_args);
+  std::vector<c10::IValue> results;
+  size_t k = 0;
+  for (int32_t ret : n.returns) {
+    if (ret < 0) {
+      results.emplace_back(hand_out(n, v, k++, args));
+      continue;
+    }
+    c10::List<at::Tensor> l;
+    l.reserve(ret);
+    for (int32_t j = 0; j < ret; j++)
+      l.push_back(hand_out(n, v, k++, args));
+    results.emplace_back(std::move(l));
+  }
+  it_->entry(it_->size()).variant = &v;
+  if (describing)
+    describe(n, &v, it_->entry(it_->size()), args);
+  torch::jit::drop(*stack, n_args);
+  for (auto& x : results)
+    stack->push_back(std::move(x));
+  it_->publish(false);
+}
+
+at::Tensor Step::fetched_value(const In& in, int64_t index) {
+  stats.waits[static_cast<int>(Wait::Fetch)]++;
+  at::Tensor value;
+  int64_t needed = in.record->last_write + 1;
+  stats.stall_s += it_->wait_done_or_published(needed, index, &value);
+  if (it_->done() < needed && value.defined()) {
+    // From inside a compiled graph that runs ahead. It counts only if the graph was started with what Python meant.
+    std::optional<std::string> why;
+    it_->with_run([&](const SegmentRun& run) { why = disagreement(*it_, run, run.base, index); });
+    if (!why)
+      return value;
+    it_->void_run(*why);
+  }
+  wait(needed, Wait::Fetch);
+  return tensor_over(it_->memory(in.record->sid), *in.geometry);
+}
+
+// Output Fetching: a value goes to Python; the tensor stays a placeholder.
+void Step::fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  In in = in_[0];
+  advance(n);
+  int64_t index = it_->size();
+  if (describing)
+    describe(n, nullptr, it_->entry(index), torch::jit::last(*stack, 1));
+  it_->publish(false);
+  stats.fetches++;
+  if (in.record) {
+    stack->back() = fetched_value(in, index);
+  } else if (in.tensor->unsafeGetTensorImpl()->has_storage()) {
+    auto w = external_writes_.find(storage_of(*in.tensor));
+    if (w != external_writes_.end())
+      wait(w->second + 1, Wait::Fetch);
+  }
+  run_now(op, ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+}
+
+// Python waits and the op runs on real tensors: sizes that depend on data, custom ops, sparse tensors ...
+void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  wait(it_->size(), Wait::Sync);
+  resolve_inputs();
+  run_unpublished(n, op, ks, stack);
+}
+
+// The GraphRunner must not pass an op that Python is still doing: it would read memory that the op writes, or draw
+// random numbers that the op draws first. So the entry is published afterwards, also if the op raised.
+void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  advance(n);
+  try {
+    PausedGuard inside_kernel(*this); // what a Python kernel does is no part of the step
+    run_now(op, ks, stack);
+  } catch (...) {
+    it_->publish(false);
+    throw;
+  }
+  it_->publish(false);
+}
+} // namespace coexec
