@@ -1,12 +1,22 @@
-"""Wrappers for `compare.py --wrap coexec_cases:NAME`."""
+"""Wrappers for `compare.py --wrap coexec_cases:NAME`.
+
+What the step did is written as JSON to the file that COEXEC_CASES_REPORT names, if it names one.
+"""
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import coexec
 from coexec.intercept.build import build
 from coexec.intercept.native import native_if_ready
+
+WAIT_AFTER = 12  # calls; then background compilation is waited for, and the rest must run compiled segments
 
 build(verbose=False)  # the cases are about steps, not about the build
 assert native_if_ready() is not None
@@ -14,14 +24,38 @@ assert native_if_ready() is not None
 
 def replay(step: Any) -> Any:
     """Bit-exact: the recorded ops, replayed."""
-    return coexec.compile(step, backend="replay", numerics="exact")
+    return _reported(coexec.compile(step, backend="replay", numerics="exact"))
 
 
 def lazy(step: Any) -> Any:
     """The GraphRunner starts only when Python needs a value."""
-    return coexec.compile(step, backend="replay", numerics="exact", mode="lazy")
+    return _reported(coexec.compile(step, backend="replay", numerics="exact", mode="lazy"))
 
 
 def default(step: Any) -> Any:
-    """As a user gets it."""
-    return coexec.compile(step)
+    """As a user gets it, but that call 13 waits for the compiler. See `compiled_runs` of the report."""
+    compiled = _reported(coexec.compile(step))
+    calls = 0
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == WAIT_AFTER + 1 and not compiled.wait_compiled(600):
+            raise AssertionError("background compilation did not end within 600 s")
+        return compiled(*args, **kwargs)
+
+    return wrapper
+
+
+def _reported(step: Any) -> Any:
+    path = os.environ.get("COEXEC_CASES_REPORT")
+    if path:
+        atexit.register(_report, step, Path(path))
+    return step
+
+
+def _report(step: Any, path: Path) -> None:
+    native = step._runner._native
+    facts = native.stats() if native is not None else {}
+    report = {key: facts.get(key, 0) for key in ("compiled_runs", "discarded_runs", "replayed_ops")}
+    path.write_text(json.dumps(report | {"stats": dataclasses.asdict(step.stats()), "explain": step.explain()}))

@@ -375,6 +375,8 @@ def _number(builder: _Builder, position: int, index: int, element: int, value: A
 
 
 def _make_value(identity: int, storage: int, geometry: dict[str, Any]) -> Value:
+    if geometry.get("lazy_bits"):
+        raise NotDescribableError("a conjugated or negated view, whose memory is read as something else than it holds")
     return Value(
         identity, storage, geometry["dtype"], tuple(geometry["sizes"]), tuple(geometry["strides"]), geometry["offset"]
     )
