@@ -27,10 +27,11 @@ def run_child(module: str, arguments: list[str], tell: Callable[[Verdict], None]
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     running = ""
-    with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment)
-        assert child.stdout is not None
-        for line in child.stdout:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment) as child,
+    ):
+        for line in child.stdout or ():
             word, _, text = line.rstrip("\n").partition(" ")
             if word == "begin":
                 running = text

@@ -40,7 +40,11 @@ def test_shrinking_takes_a_statement_out_of_its_block() -> None:
 
 
 def test_shrinking_stops_after_its_attempts() -> None:
-    asked = []
-    program = Block("def step(x, y):", [Block(f"a{k} = {k}") for k in range(50)])
-    shrink(program, lambda p: bool(asked.append(p)), attempts=7)
+    asked: list[Block] = []
+
+    def never(program: Block) -> bool:
+        asked.append(program)
+        return False
+
+    shrink(Block("def step(x, y):", [Block(f"a{k} = {k}") for k in range(50)]), never, attempts=7)
     assert len(asked) == 7
