@@ -24,7 +24,7 @@ from tests.oracles.scan import table
 from tests.oracles.verdict import FAILURES, Verdict
 from tests.oracles.writer import render
 
-CHUNK = 250  # programs per process
+CHUNK = 100  # programs per process
 STRIDE = 10_000_000  # seeds between two values of --seed
 
 

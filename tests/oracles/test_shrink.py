@@ -9,7 +9,7 @@ from tests.oracles.writer import Block, Writer, render
 
 
 def test_a_seed_always_writes_the_same_valid_program() -> None:
-    for seed in range(200):
+    for seed in range(500):
         text = render(Writer(seed).program())
         assert text == render(Writer(seed).program())
         ast.parse(text)

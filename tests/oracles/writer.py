@@ -11,6 +11,8 @@ from tests.oracles import phrases as P
 
 T = TypeVar("T")
 
+CONTINUING = ("else", "elif", "except", "finally")  # they belong to the statement before them
+
 MAX_DEPTH = 4  # of nested blocks
 
 
@@ -29,6 +31,12 @@ def render(program: Block, depth: int = 0) -> str:
     if program.head.endswith(":"):
         lines += [render(s, depth + 1) for s in program.body] or [pad + "    pass"]
     return "\n".join(lines)
+
+
+def _gaps(body: list[Block]) -> list[int]:
+    """Positions where a statement may be put: not between `if` and `else`, or `try` and `except`."""
+    heads = [statement.head.split(" ")[0].rstrip(":") for statement in body]
+    return [k for k in range(len(body) + 1) if k == len(body) or heads[k] not in CONTINUING]
 
 
 class Writer:
@@ -107,7 +115,7 @@ class Writer:
         self._inner(to, values, depth)
         if self._chance(0.3):
             escape = self._pick(("break", "continue"))
-            where = self._random.randint(0, len(to.body[-1].body))
+            where = self._pick(_gaps(to.body[-1].body))
             to.body[-1].body.insert(where, Block(f"if {self._fill(self._pick(P.CONDITIONS), values)}: {escape}"))
         if self._chance(0.15):
             to.body.append(Block("else:"))
