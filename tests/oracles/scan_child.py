@@ -18,10 +18,12 @@ from coexec.intercept.build import build
 from coexec.intercept.native import native_if_ready
 from tests.coexec.harness import Program
 from tests.oracles.processes import begin, end
-from tests.oracles.verdict import Verdict, judge
+from tests.oracles.verdict import ITERATIONS, Verdict, judge
 
 HANG_S = 60.0  # a sample takes milliseconds
 MODES = ("coexec", "lazy")
+CALLS = {"ops": ITERATIONS, "modules": ITERATIONS, "optimizers": 14}
+"""Per sample. Some optimizers take other branches in their first calls."""
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
         if given.only in sample:
             begin(sample)
             faulthandler.dump_traceback_later(HANG_S, exit=True)
-            verdict = judge(sample, make, MODES[k % 2])
+            verdict = judge(sample, make, MODES[k % 2], CALLS[given.suite])
             faulthandler.cancel_dump_traceback_later()
             end(verdict)
             coexec.reset()
