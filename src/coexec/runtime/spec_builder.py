@@ -383,7 +383,9 @@ def _make_value(identity: int, storage: int, geometry: dict[str, Any]) -> Value:
 
 
 def _geometry_of(value: Value) -> dict[str, Any]:
-    return {"dtype": value.dtype, "sizes": value.sizes, "strides": value.strides, "offset": value.offset}
+    """As the native core describes it; a value of a spec is never a lazy view (see `_make_value`)."""
+    facts = {"dtype": value.dtype, "sizes": value.sizes, "strides": value.strides, "offset": value.offset}
+    return facts | {"lazy_bits": 0}
 
 
 def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:
