@@ -125,6 +125,9 @@ IN_PLACE = (
     "torch._foreach_lerp_([buf], [{a}.detach().mean(0)], 0.1)",
     "held.sort(key=lambda v: v.shape[0])",
     "torch.nn.init.uniform_(scratch)",
+    "y.mul_(0.9)",
+    "y[0].add_(n * 0.01)",
+    "held.append(y)",
 )
 """Statements that write."""
 

@@ -83,7 +83,7 @@ def maker(program: Block, seed: int) -> Callable[[], Program]:
 
     def make() -> Program:
         scope = _scope(seed, "opt.step(closure)" in source)
-        return Program(_step(code, scope), functools.partial(_batches, seed), lambda: [scope[k] for k in WATCHED])
+        return Program(_step(code, scope), _batches(seed), lambda: [scope[k] for k in WATCHED])
 
     return make
 
@@ -94,11 +94,31 @@ def _step(code: CodeType, scope: dict[str, Any]) -> Callable[..., Any]:
     return step
 
 
-def _batches(seed: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one size, with a smaller last one, or of any size: by seed. Each [rows, 4]."""
+def _batches(seed: int) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what gives call `i` its arguments x and y, each [rows, 4]; how they lie in memory goes by seed."""
+    data = batch(seed, 64)  # rows are cut out of it
+    buffer = np.zeros((12, 4), np.float32)  # refilled for each call
+
+    def arguments(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = _rows(seed, i)
+        kind = seed // 8 % 6
+        if kind < 3:
+            return batch(i, rows), batch(i + 50, rows)
+        if kind == 3:  # moving slices of one tensor; they may overlap
+            return data[i : i + rows], data[2 * i : 2 * i + rows]
+        if kind == 4:  # memory that NumPy owns
+            buffer[:] = batch(i, 12).numpy()
+            return torch.from_numpy(buffer[:rows]), torch.from_numpy(buffer[6 : 6 + rows])
+        x = batch(i, rows)
+        return (x, x) if i % 2 else (x, batch(i + 50, rows).t().contiguous().t())
+
+    return arguments
+
+
+def _rows(seed: int, i: int) -> int:
+    """Batches of one size, with a smaller last one, or of any size."""
     kind = seed % 8
-    rows = 6 if kind < 4 else (3 if i % 5 == 4 else 6) if kind < 6 else random.Random(seed * 1000 + i).randint(1, 6)
-    return batch(i, rows), batch(i + 50, rows)
+    return 6 if kind < 4 else (3 if i % 5 == 4 else 6) if kind < 6 else random.Random(seed * 1000 + i).randint(1, 6)
 
 
 def _scope(seed: int, closure: bool) -> dict[str, Any]:
