@@ -79,7 +79,7 @@ def run_case(case: Path, wrapper: str, late: bool = False, calls: int = CALLS) -
 def describe(case: Path, result: CaseResult) -> str:
     """One line for the table."""
     verdict = "FAILED" if result.failure else "DIFFERS" if result.differences else "same"
-    facts = f"{result.phase}, {result.fallbacks} fallbacks, {result.report.get('compiled_runs', 0)} compiled runs"
+    facts = f"{result.phase}, {result.fallbacks} fallbacks, {result.report.get('compiled_runs_after_wait', 0)} compiled runs"
     why = result.failure or "; ".join(result.differences.values())
     return f"{verdict:8s} {case.name:42s} {facts} {why[:600]}"
 
