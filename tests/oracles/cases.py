@@ -79,7 +79,8 @@ def run_case(case: Path, wrapper: str, late: bool = False, calls: int = CALLS) -
 def describe(case: Path, result: CaseResult) -> str:
     """One line for the table."""
     verdict = "FAILED" if result.failure else "DIFFERS" if result.differences else "same"
-    facts = f"{result.phase}, {result.fallbacks} fallbacks, {result.report.get('compiled_runs_after_wait', 0)} compiled runs"
+    runs = result.report.get("compiled_runs_after_wait", 0)
+    facts = f"{result.phase}, {result.fallbacks} fallbacks, {runs} compiled runs"
     why = result.failure or "; ".join(result.differences.values())
     return f"{verdict:8s} {case.name:42s} {facts} {why[:600]}"
 
