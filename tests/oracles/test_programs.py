@@ -16,9 +16,6 @@ from tests.oracles.writer import render
 PROGRAMS = 40
 CALLS = 20
 
-FOUND: dict[int, str] = {}
-"""Seeds that once differed, and what was wrong."""
-
 
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_do_what_eager_does() -> None:
