@@ -53,6 +53,20 @@ def test_forward_mode_dual_numbers() -> None:
     check(lambda: function_program(step))
 
 
+def test_a_tangent_of_a_moving_slice_keeps_the_slices_offset() -> None:
+    """Forward mode makes tangents in the layout of their value, offset included."""
+
+    def make() -> Program:
+        data = batch(0, rows=64)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1]
+
+        return Program(step, lambda i: (data[i : i + 6],))
+
+    check(make)
+
+
 def test_grad_modes_nested_and_mixed() -> None:
     def body(x: torch.Tensor, w: torch.Tensor) -> Any:
         w.grad = None

@@ -43,6 +43,26 @@ def test_every_optimizer_updates_as_eager(name: str, foreach: bool) -> None:
     check(make, n=14 if name in ("radam", "asgd") else 10, max_fallbacks=4)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_step_counters_that_the_optimizer_reads_back_are_no_wait(kind: Any, foreach: bool) -> None:
+    def make() -> Program:
+        model = mlp()
+        optimizer = kind(model.parameters(), lr=0.01, foreach=foreach)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Program(step, lambda i: (batch(i), labels(i)), lambda: (model, optimizer))
+
+    waits = check(make).compiled._runner.waits()
+    assert {why for why, n in waits.items() if n} == {"step end"}
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 def test_fused_optimizers(kind: Any) -> None:
     def make() -> Program:

@@ -119,8 +119,10 @@ Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geome
   c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::Tensor t = tensor_over(in.tensor->storage(), *geometry);
+  set_lazy_bits(*t.unsafeGetTensorImpl(), 0); // the bytes as they are; the copy is read as the original is
   at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
   copy.copy_(t);
+  set_lazy_bits(*copy.unsafeGetTensorImpl(), geometry->lazy_bits);
   p.geometry = intern_of(*copy.unsafeGetTensorImpl());
   p.external = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(copy));
   return p;

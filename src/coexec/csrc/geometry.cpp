@@ -7,7 +7,7 @@ namespace coexec {
 namespace {
 struct Hash {
   size_t operator()(const Geometry& g) const {
-    size_t h = c10::hash_combine(static_cast<size_t>(g.dtype), static_cast<size_t>(g.offset));
+    size_t h = c10::hash_combine(static_cast<size_t>(g.dtype) + (g.lazy_bits << 8), static_cast<size_t>(g.offset));
     for (auto s : g.sizes)
       h = c10::hash_combine(h, static_cast<size_t>(s));
     for (auto s : g.strides)
@@ -38,7 +38,7 @@ const Geometry* intern_of(const c10::TensorImpl& t) {
 }
 
 static const Geometry* intern_new(const c10::TensorImpl& t) {
-  Geometry g{t.dtype().toScalarType(), t.storage_offset(), {}, {}};
+  Geometry g{t.dtype().toScalarType(), t.storage_offset(), {}, {}, lazy_bits_of(t)};
   g.sizes.assign(t.sizes().begin(), t.sizes().end());
   g.strides.assign(t.strides().begin(), t.strides().end());
   return intern(std::move(g));
@@ -48,6 +48,8 @@ at::Tensor tensor_over(const c10::Storage& storage, const Geometry& g) {
   auto t = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(g.dtype));
   t.unsafeGetTensorImpl()->set_sizes_and_strides(g.sizes, g.strides, g.offset);
+  if (g.lazy_bits)
+    set_lazy_bits(*t.unsafeGetTensorImpl(), g.lazy_bits);
   return t;
 }
 } // namespace coexec

@@ -22,7 +22,7 @@ at::Tensor real_value(const at::Tensor& t) {
   }
   u.iteration->flush();
   u.iteration->wait_done(u.last_write + 1);
-  Geometry g{impl->dtype().toScalarType(), impl->storage_offset(), {}, {}};
+  Geometry g{impl->dtype().toScalarType(), impl->storage_offset(), {}, {}, lazy_bits_of(*impl)};
   g.sizes.assign(impl->sizes().begin(), impl->sizes().end());
   g.strides.assign(impl->strides().begin(), impl->strides().end());
   return tensor_over(u.iteration->memory(u.sid), g);

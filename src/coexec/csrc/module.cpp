@@ -123,6 +123,7 @@ py::dict geometry_dict(const Geometry& g) {
   d["sizes"] = tuple_of(g.sizes, [](int64_t x) { return py::int_(x); });
   d["strides"] = tuple_of(g.strides, [](int64_t x) { return py::int_(x); });
   d["offset"] = g.offset;
+  d["lazy_bits"] = static_cast<int>(g.lazy_bits);
   return d;
 }
 

@@ -125,9 +125,11 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> products = {"mm", "addmm", "bmm", "baddbmm"};
   i->heavy = products.count(base) || base.find("convolution") != std::string::npos ||
       base.find("attention") != std::string::npos || base.find("lstm") != std::string::npos;
-  // Output sizes that depend on values although no tag says so.
+  // Output sizes that depend on values although no tag says so; the last one copies its argument's offset and the
+  // size of the memory behind it, which are no part of a variant.
   static const std::unordered_set<std::string> sized_by_values = {"_pack_padded_sequence", "_pad_packed_sequence",
-      "_ctc_loss", "segment_reduce", "_embedding_bag", "_embedding_bag_forward_only", "to_padded_tensor"};
+      "_ctc_loss", "segment_reduce", "_embedding_bag", "_embedding_bag_forward_only", "to_padded_tensor",
+      "_new_zeros_with_same_feature_meta"};
   static const std::unordered_set<std::string> resizing = {"set_", "resize_", "resize_as_", "_resize_output_",
       "set_data", "record_stream", "resize_as_sparse_", "_to_sparse", "sparse_resize_", "_pin_memory", "pin_memory",
       "swap_"};

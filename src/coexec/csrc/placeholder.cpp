@@ -40,12 +40,14 @@ struct KeySetAccess : c10::TensorImpl {
 PlaceholderImpl::PlaceholderImpl(c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t s)
     : TensorImpl(std::move(storage), ks, c10::scalarTypeToTypeMeta(g->dtype)), geometry(g), slot(s) {
   set_sizes_and_strides(g->sizes, g->strides, g->offset);
+  set_lazy_bits(*this, g->lazy_bits); // a view may undo what its base's key set says
 }
 
 PlaceholderImpl::PlaceholderImpl(
     ImplType view, c10::Storage storage, c10::DispatchKeySet ks, const Geometry* g, int32_t s)
     : TensorImpl(view, std::move(storage), ks, c10::scalarTypeToTypeMeta(g->dtype)), geometry(g), slot(s) {
   set_sizes_and_strides(g->sizes, g->strides, g->offset);
+  set_lazy_bits(*this, g->lazy_bits); // a view may undo what its base's key set says
 }
 
 PlaceholderImpl::~PlaceholderImpl() {

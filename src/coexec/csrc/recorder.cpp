@@ -5,8 +5,8 @@
 namespace coexec {
 
 bool is_special(const c10::TensorImpl& t) {
-  static const c10::DispatchKeySet odd = c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::Conjugate,
-      c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
+  static const c10::DispatchKeySet odd =
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
   return !t.is_cpu() || t.layout() != at::kStrided || !t.has_storage() || t.key_set().has_any(odd) ||
       t.has_symbolic_sizes_strides() || t.key_set().has(c10::DispatchKey::NestedTensorCPU) ||
       t.key_set().has(c10::DispatchKey::QuantizedCPU) || isQIntType(t.dtype().toScalarType());
@@ -288,7 +288,7 @@ void Recorder::classify_host_ops() {
   ska::flat_hash_map<c10::StorageImpl*, char> state; // 1 candidate, 2 read back, 0 excluded
   auto tiny = [&](c10::StorageImpl* s) { return s && s->nbytes() <= kHostBytes; };
   auto eligible = [&](const TraceOp& t) {
-    if (t.kind != Kind::Compute || t.info->random || t.writes.size() != 1 || t.outputs.size() > 1)
+    if (t.kind != Kind::Compute || t.info->random || t.writes.empty())
       return false;
     for (const auto& i : t.inputs)
       if (i.value.producer != kExternal || !tiny(i.storage))
@@ -318,6 +318,20 @@ void Recorder::classify_host_ops() {
     auto it = state.find(s);
     return it != state.end() && it->second == 2;
   };
+  // An op that writes several memories (_foreach_add_) runs in one place: all of them are the host's, or none.
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (const auto& t : ops) {
+      if (t.node >= 0 || t.writes.size() < 2)
+        continue;
+      auto host = [&](int16_t w) { return is_host(t.inputs[w].storage); };
+      if (std::all_of(t.writes.begin(), t.writes.end(), host) || std::none_of(t.writes.begin(), t.writes.end(), host))
+        continue;
+      for (auto w : t.writes)
+        state[t.inputs[w].storage] = 0;
+      changed = true;
+    }
+  }
   for (auto& t : ops) {
     if (t.node >= 0)
       continue;

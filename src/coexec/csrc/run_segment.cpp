@@ -58,6 +58,8 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
     if (!s)
       return at::Tensor();
     storage = c10::Storage(std::move(s));
+    if (x.geometry->lazy_bits) // no compiled segment takes one
+      return at::Tensor();
     if (is_foreign(x.storage)) { // other code may write it meanwhile: see same_bytes in segment.cpp
       at::Tensor copy =
           at::empty_strided(x.geometry->sizes, x.geometry->strides, at::TensorOptions().dtype(x.geometry->dtype));

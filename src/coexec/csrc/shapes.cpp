@@ -17,6 +17,8 @@ struct OnlyMeta {
 
 at::Tensor on_meta(const Geometry& g) {
   auto t = at::empty_strided(g.sizes, g.strides, at::TensorOptions().dtype(g.dtype).device(at::kMeta));
+  if (g.lazy_bits)
+    set_lazy_bits(*t.unsafeGetTensorImpl(), g.lazy_bits);
   if (g.offset == 0)
     return t;
   // The offset decides nothing but the outputs' offset of views.

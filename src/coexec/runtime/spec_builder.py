@@ -397,13 +397,17 @@ def _number(builder: _Builder, position: int, index: int, element: int, value: A
 
 
 def _make_value(identity: int, storage: int, geometry: dict[str, Any]) -> Value:
+    if geometry.get("lazy_bits"):
+        raise NotDescribableError("a conjugated or negated view, whose memory is read as something else than it holds")
     return Value(
         identity, storage, geometry["dtype"], tuple(geometry["sizes"]), tuple(geometry["strides"]), geometry["offset"]
     )
 
 
 def _geometry_of(value: Value) -> dict[str, Any]:
-    return {"dtype": value.dtype, "sizes": value.sizes, "strides": value.strides, "offset": value.offset}
+    """As the native core describes it; a value of a spec is never a lazy view (see `_make_value`)."""
+    facts = {"dtype": value.dtype, "sizes": value.sizes, "strides": value.strides, "offset": value.offset}
+    return facts | {"lazy_bits": 0}
 
 
 def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:

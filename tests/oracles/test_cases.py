@@ -1,0 +1,59 @@
+"""Whole steps drawn from user reports (the folder that COEXEC_CASES names): bit for bit replayed, close compiled."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.oracles.cases import CaseResult, cases, run_case
+
+WITHOUT_COMPILED_SEGMENTS: dict[str, str] = {}
+"""Cases that never run compiled code, and why."""
+
+UNSTABLE_PATHS: dict[str, str] = {}
+"""Cases that need not end in co-execution with few fallbacks, and why."""
+
+MAX_FALLBACKS = 8
+
+CASES = cases()
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CASES, reason="COEXEC_CASES names no folder of cases"),
+]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.stem)
+
+
+@functools.cache
+def replayed(case: Path, wrapper: str, late: bool) -> CaseResult:
+    return run_case(case, wrapper, late)
+
+
+@every_case
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("wrapper", ["replay", "lazy"])
+def test_replay_is_bit_identical(case: Path, wrapper: str, late: bool) -> None:
+    result = replayed(case, wrapper, late)
+    assert not result.failure, result.failure
+    assert result.differences == {}
+
+
+@every_case
+@pytest.mark.compile
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_compiled_is_close_and_was_compiled(case: Path, late: bool) -> None:
+    result = run_case(case, "default", late)
+    assert not result.failure, result.failure
+    assert result.differences == {}
+    ran = result.report["compiled_runs_after_wait"] > 0
+    assert ran != (case.stem in WITHOUT_COMPILED_SEGMENTS), result.report["explain"]
+
+
+def test_stable_cases_settle() -> None:
+    stable = [case for case in CASES if case.stem not in UNSTABLE_PATHS]
+    results = {case.stem: replayed(case, "replay", False) for case in stable}
+    settled = [n for n, r in results.items() if r.phase == "co-execution" and r.fallbacks < MAX_FALLBACKS]
+    assert len(settled) >= 0.9 * len(stable), sorted(set(results) - set(settled))
