@@ -27,6 +27,7 @@ void Step::resolve_all() {
 // Cancels the graph, makes every placeholder ordinary, and goes on as the tracing phase from the op at hand.
 void Step::fall_back(const std::string& reason, const std::string& op, uint64_t location) {
   close_barrier();
+  co_executed_in_a_row_ = 0;
   fallback = Fallback{reason, op, location, current_->id};
   it_->wait_done(it_->size(), false);
   it_->close();

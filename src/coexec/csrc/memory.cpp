@@ -16,4 +16,10 @@ void keep_freed_memory() {
   });
 #endif
 }
+
+void give_freed_memory_back() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 } // namespace coexec

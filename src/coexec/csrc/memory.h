@@ -11,4 +11,8 @@ namespace coexec {
 // not affected.
 void keep_freed_memory();
 
+// Gives back what is free in all arenas now: a thread that has computed so far, and lets another one compute from here
+// on, holds a step's worth of free memory that the other one's arena cannot use. Takes some milliseconds.
+void give_freed_memory_back();
+
 } // namespace coexec

@@ -3,9 +3,12 @@
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <typeinfo>
+#include "memory.h"
 #include "openmp.h"
 
 namespace coexec {
+constexpr int kSettled = 16; // iterations
+
 Step*& active_step() {
   static thread_local Step* s = nullptr;
   return s;
@@ -62,6 +65,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
   sequence_base_ = at::sequence_number::peek();
   last_backward_uid_ = 0;
   if (p == Phase::Trace) {
+    co_executed_in_a_row_ = 0;
     recorder.begin(argument_storages());
   } else {
     it_ = fresh_iteration();
@@ -74,6 +78,8 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     external_descriptions.clear();
     external_writes_.clear();
     release_openmp_workers(); // this thread computes nothing large from here on
+    if (++co_executed_in_a_row_ == kSettled)
+      give_freed_memory_back(); // what this thread's arena has free from tracing
     host_writes_.clear();
     graph.start(it_, segments, step_arguments_);
   }

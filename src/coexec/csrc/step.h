@@ -175,6 +175,7 @@ class Step {
   // Of the op at hand: the chain of frames, whether it runs inside the autograd engine, and there the op that it is
   // for.
   uint64_t frames_ = 0, backward_of_ = 0;
+  int co_executed_in_a_row_ = 0;
   bool in_backward_ = false;
   bool barrier_open_ = false;
   std::vector<HostWrite> host_writes_; // of this iteration, in order
