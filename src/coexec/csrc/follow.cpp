@@ -231,6 +231,20 @@ void Step::run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch:
   op.redispatchBoxed(below(ks), stack);
 }
 
+// Views of memory that will be written are met by other threads, too. One of a tensor that has the key inherits it: it is
+// noted all the same, or nobody would take it away.
+void Step::note_keyed_views(const c10::IValue& result) {
+  auto one = [&](const at::Tensor& t) {
+    clear_stale_key(t.unsafeGetTensorImpl());
+    key_until_written(t);
+  };
+  if (result.isTensor() && result.toTensor().defined())
+    one(result.toTensor());
+  else if (result.isTensorList())
+    for (const at::Tensor& t : result.toTensorList())
+      one(t);
+}
+
 void Step::view(
     Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   auto n_args = n.info->args.size();
@@ -246,8 +260,7 @@ void Step::view(
     run_now(op, ks, stack);
     if (pending)
       for (const auto& x : torch::jit::last(*stack, n.info->n_returns))
-        if (x.isTensor() && x.toTensor().defined())
-          key_until_written(x.toTensor());
+        note_keyed_views(x);
     return;
   }
   if (in_place) { // t_(), squeeze_() ...: changes this very tensor's geometry, touches no memory

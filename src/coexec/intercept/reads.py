@@ -71,7 +71,7 @@ def install(native: ModuleType) -> None:
     for name in PROCESS_STATE:
         setattr(torch, name, _rng_barrier(native, name, getattr(torch, name)))
     _wrap_generator_methods(native)
-    _wrap_data_setter(native)
+    _wrap_data(native)
 
 
 def _wrap_method(name: str, read: Callable[..., Any]) -> None:
@@ -169,9 +169,16 @@ def _wrap_generator_methods(native: ModuleType) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(generator))
 
 
-def _wrap_data_setter(native: ModuleType) -> None:
-    """`p.data = value` gives an ordinary tensor the key of a value that is still being computed."""
+def _wrap_data(native: ModuleType) -> None:
+    """`p.data`, read or set, gives an ordinary tensor the key of a value that is still being computed."""
     original: Any = torch._C.TensorBase.data
+
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = original.__get__(self)
+        step = native.active_step()
+        if step is not None:
+            step.key_until_left(value)
+        return value
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         original.__set__(self, value)
@@ -179,7 +186,7 @@ def _wrap_data_setter(native: ModuleType) -> None:
         if step is not None:
             step.key_until_left(self)
 
-    torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment]
+    torch.Tensor.data = property(get_data, set_data, doc=original.__doc__)  # type: ignore[assignment]
 
 
 def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
