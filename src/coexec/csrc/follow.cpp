@@ -117,14 +117,7 @@ Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geome
   if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s)))
     return p;
   stats.feeds++;
-  // Same strides: kernels may depend on them. The copy goes through the kernel directly.
-  c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor t = tensor_over(in.tensor->storage(), *geometry);
-  set_lazy_bits(*t.unsafeGetTensorImpl(), 0); // the bytes as they are; the copy is read as the original is
-  at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
-  copy.copy_(t);
-  set_lazy_bits(*copy.unsafeGetTensorImpl(), geometry->lazy_bits);
+  at::Tensor copy = copy_as_it_lies(in.tensor->storage(), *geometry);
   p.geometry = intern_of(*copy.unsafeGetTensorImpl());
   p.external = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(copy));
   return p;
@@ -231,8 +224,8 @@ void Step::run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch:
   op.redispatchBoxed(below(ks), stack);
 }
 
-// Views of memory that will be written are met by other threads, too. One of a tensor that has the key inherits it: it is
-// noted all the same, or nobody would take it away.
+// Views of memory that will be written are met by other threads, too. One of a tensor that has the key inherits it: it
+// is noted all the same, or nobody would take it away.
 void Step::note_keyed_views(const c10::IValue& result) {
   auto one = [&](const at::Tensor& t) {
     clear_stale_key(t.unsafeGetTensorImpl());

@@ -5,8 +5,8 @@
 namespace coexec {
 
 bool is_special(const c10::TensorImpl& t) {
-  static const c10::DispatchKeySet odd = c10::DispatchKeySet(
-      {c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
+  static const c10::DispatchKeySet odd =
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
   return !t.is_cpu() || t.layout() != at::kStrided || !t.has_storage() || t.key_set().has_any(odd) ||
       t.has_symbolic_sizes_strides() || t.key_set().has(c10::DispatchKey::NestedTensorCPU) ||
       t.key_set().has(c10::DispatchKey::QuantizedCPU) || isQIntType(t.dtype().toScalarType());
