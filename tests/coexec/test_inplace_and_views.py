@@ -465,3 +465,24 @@ def test_versions_are_counted_as_eager() -> None:
         return Program(step, lambda i: (batch(i),))
 
     check(make)
+
+
+@pytest.mark.parametrize("write", [lambda y: y[0].add_(0.5), lambda y: y.add_(0.5)], ids=["row", "all"])
+@pytest.mark.parametrize(
+    "view", [lambda y: y.detach()[0], lambda y: y.data[0], lambda y: y.data, lambda y: y.t().split(2)[1]]
+)
+def test_views_of_an_argument_that_was_written_are_ordinary_after_the_step(
+    view: Callable[[torch.Tensor], torch.Tensor], write: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """A snapshot fails if one still carries the interceptor's key: `y` has it while its write is to come."""
+
+    def make() -> Program:
+        kept: list[torch.Tensor] = []
+
+        def step(y: torch.Tensor) -> None:
+            write(y)
+            kept[:] = [view(y)]
+
+        return Program(step, lambda i: (batch(i),), lambda: kept)
+
+    check(make)

@@ -115,14 +115,7 @@ Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geome
     return p;
   }
   stats.feeds++;
-  // Same strides: kernels may depend on them. The copy goes through the kernel directly.
-  c10::impl::ExcludeDispatchKeyGuard no_key(kKey);
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor t = tensor_over(in.tensor->storage(), *geometry);
-  set_lazy_bits(*t.unsafeGetTensorImpl(), 0); // the bytes as they are; the copy is read as the original is
-  at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
-  copy.copy_(t);
-  set_lazy_bits(*copy.unsafeGetTensorImpl(), geometry->lazy_bits);
+  at::Tensor copy = copy_as_it_lies(in.tensor->storage(), *geometry);
   p.geometry = intern_of(*copy.unsafeGetTensorImpl());
   p.external = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage_of(copy));
   return p;
@@ -230,6 +223,20 @@ void Step::run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch:
   op.redispatchBoxed(below(ks), stack);
 }
 
+// Views of memory that will be written are met by other threads, too. One of a tensor that has the key inherits it: it
+// is noted all the same, or nobody would take it away.
+void Step::note_keyed_views(const c10::IValue& result) {
+  auto one = [&](const at::Tensor& t) {
+    clear_stale_key(t.unsafeGetTensorImpl());
+    key_until_written(t);
+  };
+  if (result.isTensor() && result.toTensor().defined())
+    one(result.toTensor());
+  else if (result.isTensorList())
+    for (const at::Tensor& t : result.toTensorList())
+      one(t);
+}
+
 void Step::view(
     Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   auto n_args = n.info->args.size();
@@ -245,8 +252,7 @@ void Step::view(
     run_now(op, ks, stack);
     if (pending)
       for (const auto& x : torch::jit::last(*stack, n.info->n_returns))
-        if (x.isTensor() && x.toTensor().defined())
-          key_until_written(x.toTensor());
+        note_keyed_views(x);
     return;
   }
   if (in_place) { // t_(), squeeze_() ...: changes this very tensor's geometry, touches no memory

@@ -1,5 +1,9 @@
 #include "geometry.h"
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/hash.h>
+#include <cstring>
 #include <mutex>
 #include <unordered_set>
 
@@ -51,5 +55,22 @@ at::Tensor tensor_over(const c10::Storage& storage, const Geometry& g) {
   if (g.lazy_bits)
     set_lazy_bits(*t.unsafeGetTensorImpl(), g.lazy_bits);
   return t;
+}
+
+at::Tensor copy_as_it_lies(const c10::Storage& storage, const Geometry& g) {
+  c10::impl::ExcludeDispatchKeyGuard no_key(c10::DispatchKey::Fake);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor t = tensor_over(storage, g);
+  set_lazy_bits(*t.unsafeGetTensorImpl(), 0);
+  at::Tensor copy = at::empty_strided(t.sizes(), t.strides(), t.options());
+  bool expanded = false;
+  for (size_t d = 0; d < g.sizes.size(); d++)
+    expanded |= g.strides[d] == 0 && g.sizes[d] > 1;
+  if (!expanded)
+    copy.copy_(t);
+  else if (copy.numel()) // no kernel writes one element twice
+    std::memcpy(copy.mutable_data_ptr(), t.const_data_ptr(), copy.storage().nbytes());
+  set_lazy_bits(*copy.unsafeGetTensorImpl(), g.lazy_bits);
+  return copy;
 }
 } // namespace coexec

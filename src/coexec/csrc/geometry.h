@@ -48,4 +48,7 @@ inline bool same_shape(const Geometry& a, const Geometry& b) {
 // An ordinary tensor (no autograd state of ours) over `storage`.
 at::Tensor tensor_over(const c10::Storage& storage, const Geometry& g);
 
+// A copy with the same strides (kernels may depend on them), read as the original is. No dispatch key of ours is met.
+at::Tensor copy_as_it_lies(const c10::Storage& storage, const Geometry& g);
+
 } // namespace coexec

@@ -91,6 +91,7 @@ void Step::learn_variant(Node& n, const TraceOp& t) {
     if (same)
       return;
   }
+  seen.observed = true;
   n.variants.push_front(std::move(seen)); // the newest shapes are the likeliest
 }
 

@@ -45,6 +45,7 @@ struct Variant {
   std::vector<c10::IValue> numbers; // per Number argument; see ArgInfo::shapes
   std::vector<const Geometry*> outputs; // null if undefined
   std::vector<size_t> nbytes; // of the storage, for fresh outputs
+  bool observed = false; // by running the op; others come from meta kernels
 };
 
 struct Node {
@@ -59,7 +60,7 @@ struct Node {
   std::vector<int16_t> writes; // flattened inputs whose memory is written
   std::vector<std::vector<int32_t>> producers; // per flattened input: slots it may come from (kExternal included)
   std::vector<int32_t> children;
-  enum class Meta : uint8_t { Untried, Trusted, Unusable } meta = Meta::Untried; // see shapes.cpp
+  bool no_meta = false; // its meta kernel raises: see shapes.cpp
   std::deque<Variant> variants; // stable addresses; newest first
   int32_t slot_base = 0; // first slot of the outputs
   int32_t segment = -1; // segment it belongs to, and its position in it

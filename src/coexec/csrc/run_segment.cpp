@@ -61,9 +61,7 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
     if (x.geometry->lazy_bits) // no compiled segment takes one
       return at::Tensor();
     if (is_foreign(x.storage)) { // other code may write it meanwhile: see same_bytes in segment.cpp
-      at::Tensor copy =
-          at::empty_strided(x.geometry->sizes, x.geometry->strides, at::TensorOptions().dtype(x.geometry->dtype));
-      copy.copy_(tensor_over(storage, *x.geometry));
+      at::Tensor copy = copy_as_it_lies(storage, *x.geometry);
       return matches_shape(*in.geometry, *copy.unsafeGetTensorImpl()) ? copy : at::Tensor();
     }
     if (!same_shape(*x.geometry, *in.geometry))

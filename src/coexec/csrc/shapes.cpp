@@ -32,6 +32,39 @@ bool chooses_layout(const std::string& name) {
       name.find("fft") != std::string::npos || name.find("linalg") != std::string::npos ||
       name.find("attention") != std::string::npos || name.find("lstm") != std::string::npos;
 }
+// Sizes aside, do they lie in memory alike? Kernels choose the strides of their outputs by that, and meta kernels do
+// not always choose the same.
+bool same_layout(const Geometry& a, const Geometry& b) {
+  auto dims = a.sizes.size();
+  if (a.dtype != b.dtype || dims != b.sizes.size())
+    return false;
+  auto contiguous = [](const Geometry& g) { // also where a dimension has one element, whose stride is free
+    int64_t expected = 1;
+    for (size_t d = g.sizes.size(); d-- > 0;) {
+      if (g.strides[d] != expected)
+        return false;
+      expected *= std::max<int64_t>(g.sizes[d], 1);
+    }
+    return true;
+  };
+  if (contiguous(a) || contiguous(b))
+    return contiguous(a) && contiguous(b);
+  for (size_t d = 0; d < dims; d++) {
+    if ((a.strides[d] == 0) != (b.strides[d] == 0) || (a.sizes[d] == 1) != (b.sizes[d] == 1))
+      return false;
+    for (size_t e = d + 1; e < dims; e++)
+      if ((a.strides[d] < a.strides[e]) != (b.strides[d] < b.strides[e]))
+        return false;
+  }
+  return true;
+}
+
+bool same_layouts(const Variant& a, const Variant& b) {
+  for (size_t k = 0; k < a.inputs.size(); k++)
+    if (!same_layout(*a.inputs[k], *b.inputs[k]))
+      return false;
+  return true;
+}
 } // namespace
 
 // Runs the meta kernel on inputs of these geometries; fills `v->outputs` and `v->nbytes`. False if it cannot.
@@ -101,38 +134,37 @@ static bool run_meta(const Node& n, c10::ArrayRef<c10::IValue> args, Variant* v)
 
 const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
   constexpr size_t kMaxVariants = 512;
-  if (n.meta == Node::Meta::Unusable || n.variants.empty() || n.variants.size() >= kMaxVariants || !n.info->handle ||
+  if (n.no_meta || n.variants.empty() || n.variants.size() >= kMaxVariants || !n.info->handle ||
       chooses_layout(n.info->name))
     return nullptr;
   try {
-    if (n.meta == Node::Meta::Untried) {
-      // Does the meta kernel agree with what really happened for the shapes seen?
-      const Variant& seen = n.variants.front();
-      Variant again;
-      again.inputs = seen.inputs;
-      std::vector<c10::IValue> old(args.begin(), args.end());
-      size_t number = 0;
-      for (size_t i = 0; i < n.args.size(); i++)
-        if (n.args[i].type == Arg::Number)
-          old[i] = seen.numbers[number++];
-      bool agrees = run_meta(n, old, &again) && again.outputs == seen.outputs;
-      n.meta = agrees ? Node::Meta::Trusted : Node::Meta::Unusable;
-      if (!agrees)
-        return nullptr;
-    }
     Variant v;
     for (auto& in : in_)
       v.inputs.push_back(in.geometry ? in.geometry : intern_of(*in.tensor->unsafeGetTensorImpl()));
     for (size_t i = 0; i < n.args.size(); i++)
       if (n.args[i].type == Arg::Number)
         v.numbers.push_back(args[i]);
+    // Does the meta kernel agree with what really happened to inputs that lay like these?
+    auto seen = std::find_if(
+        n.variants.begin(), n.variants.end(), [&](const Variant& s) { return s.observed && same_layouts(s, v); });
+    if (seen == n.variants.end())
+      return nullptr;
+    Variant again;
+    again.inputs = seen->inputs;
+    std::vector<c10::IValue> old(args.begin(), args.end());
+    size_t number = 0;
+    for (size_t i = 0; i < n.args.size(); i++)
+      if (n.args[i].type == Arg::Number)
+        old[i] = seen->numbers[number++];
+    if (!run_meta(n, old, &again) || again.outputs != seen->outputs)
+      return nullptr;
     if (!run_meta(n, args, &v))
       return nullptr;
     n.variants.push_front(std::move(v));
     stats.inferred_shapes++;
     return &n.variants.front();
   } catch (const std::exception&) { // no meta kernel, or one that needs data; eager will say what is wrong, if anything
-    n.meta = Node::Meta::Unusable;
+    n.no_meta = true;
     return nullptr;
   }
 }

@@ -159,6 +159,7 @@ class Step {
   void return_early();
   std::optional<Fallback> kernel_error();
   void key_until_written(const at::Tensor& t);
+  void note_keyed_views(const c10::IValue& result);
   void drop_keys();
   void learn_native_fills();
   std::vector<c10::StorageImpl*> argument_storages() const;

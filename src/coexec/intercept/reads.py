@@ -112,7 +112,7 @@ def install() -> None:
     for name in PROCESS_STATE:
         _replace(torch, name, _rng_barrier(native, name, getattr(torch, name)))
     _wrap_generator_methods(native)
-    _wrap_data_setter(native)
+    _wrap_data(native)
     _wrap_inference_mode(native)
 
 
@@ -229,9 +229,16 @@ def _wrap_generator_methods(native: Core) -> None:
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(generator))
 
 
-def _wrap_data_setter(native: Core) -> None:
-    """`p.data = value` gives an ordinary tensor the key of a value that is still being computed."""
+def _wrap_data(native: Core) -> None:
+    """`p.data`, read or set, gives an ordinary tensor the key of a value that is still being computed."""
     original: Any = torch._C.TensorBase.data
+
+    def get_data(self: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = original.__get__(self)
+        step = native.active_step()
+        if step is not None:
+            step.key_until_left(value)
+        return value
 
     def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         step = native.step_reading(value)
@@ -239,7 +246,7 @@ def _wrap_data_setter(native: Core) -> None:
         if step is not None:
             step.key_until_left(self)
 
-    torch.Tensor.data = property(original.__get__, set_data, doc=original.__doc__)  # type: ignore[assignment]
+    torch.Tensor.data = property(get_data, set_data, doc=original.__doc__)  # type: ignore[assignment]
 
 
 def _wrap_inference_mode(native: Core) -> None:
