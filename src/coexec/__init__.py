@@ -1,6 +1,25 @@
 """coexec: run any PyTorch program as it was written, at the speed of one compiled graph."""
 
-from coexec.api import CoExecModule, CoExecutable, compile, materialize, reset, step
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coexec.api import CoExecModule, CoExecutable, compile, materialize, reset, step
 
 __all__ = ["CoExecModule", "CoExecutable", "compile", "materialize", "reset", "step"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The public names on first use (PEP 562): the command line and a store's tools start without importing torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("coexec.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
