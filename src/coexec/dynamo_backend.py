@@ -88,7 +88,12 @@ class Region:
     def _site(self, kind: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         site = Site(module, inputs, kind, note_of(self.module), self.options)
         self.sites.append(site)
-        return site
+
+        def run(inputs: list[Any]) -> Any:  # Dynamo wraps it and copies its attributes
+            return site(inputs)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     def _first_calls(self, *inputs: Any) -> Any:
         """Through the functional graphs, until each of them knows what it does."""
@@ -111,8 +116,6 @@ class Region:
 
 class Site:
     """One functional graph: it is chosen for at its first call, with live inputs. AOTAutograd calls it with a list."""
-
-    _boxed_call = True
 
     def __init__(
         self, module: GraphModule, inputs: Sequence[Any], kind: str, note: str, options: dict[str, Any]

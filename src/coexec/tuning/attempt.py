@@ -56,7 +56,7 @@ class EagerSide:
     def child(self) -> Child:
         """The loaded child. Errors: ChildError, RuntimeError if eager itself cannot run the graph."""
         if self._child is None:
-            child = self._stack.enter_context(self._roster.child(EAGER, self._threads))
+            child = self._stack.enter_context(self._roster.child(EAGER))
             question = _load_question(self._program, EAGER, Path("."), {}, self._threads)
             answer = child.ask(question, timeout_s=self._timeout_s)
             if not answer["ok"]:
@@ -93,12 +93,12 @@ def run_attempt(
     built: dict[str, Any] = {}
     try:
         stage("build")
-        with roster.child(candidate, threads) as child:
+        with roster.child(candidate) as child:
             question = _build_question(program, candidate, folder, threads, min(settings.attempt_s, left_s()))
             built = _asked(child, question, min(settings.attempt_s, left_s()))
         _make_read_only(folder)
         stage("verify")
-        with roster.child(candidate, threads) as child:
+        with roster.child(candidate) as child:
             question = _load_question(program, candidate, folder, built["metadata"], threads)
             _asked(child, question, min(settings.attempt_s, left_s()))
             seen = _verified(child, min(settings.attempt_s, left_s()))

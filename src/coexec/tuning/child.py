@@ -11,18 +11,15 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO, Any
 
-from coexec.config import cache_dir
 from coexec.errors import CoexecError
 from coexec.subgraphs.entries import Outcome
+from coexec.tuning.nursery import Nursery
 from coexec.tuning.process_tree import resident_bytes
 
 MEMORY_POLL_S = 0.05
@@ -41,26 +38,19 @@ class Child:
     """A running child. Use it as a context manager: leaving the block kills it with everything it started.
 
     Args:
-        threads: intra-op threads, of OpenMP too.
+        nursery: starts it.
         memory_bytes: limit of the resident memory of the child and what it starts.
         name: for error texts.
     """
 
-    def __init__(self, *, threads: int, memory_bytes: int, name: str) -> None:
+    def __init__(self, nursery: Nursery, *, memory_bytes: int, name: str) -> None:
         self.name, self._memory_bytes = name, memory_bytes
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         self._stopped_s, self._stopped_at = 0.0, None  # type: float, float | None
         self._pausing = threading.Lock()  # another worker's thread pauses this child while it times
         self._partial = b""
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "coexec.tuning.child_main", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                process_group=0,
-                env=child_environment(threads),
-            )
+            self._process = nursery.start(self._log.fileno())
         except BaseException:
             self._log.close()
             raise
@@ -73,9 +63,7 @@ class Child:
     def ask(self, question: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Send one question and wait for its answer. Errors: ChildError; the child is dead then."""
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(dict(question)).encode() + b"\n")
-            self._process.stdin.flush()
+            self._process.questions.write(json.dumps(dict(question)).encode() + b"\n")
         except OSError:
             raise self._died() from None
         return self._answer(timeout_s, str(question.get("do")))
@@ -103,10 +91,7 @@ class Child:
         """Kill the whole group and reap the child."""
         self.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # unsent bytes for a dead child
-                if pipe is not None:
-                    pipe.close()
+        self._process.close()
         self._log.close()
 
     def __enter__(self) -> Child:
@@ -117,8 +102,7 @@ class Child:
 
     def _answer(self, timeout_s: float, what: str) -> dict[str, Any]:
         start_s, stopped_before_s = time.monotonic(), self._stopped_s
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
+        descriptor = self._process.answers.fileno()
         while b"\n" not in self._partial:
             if select.select([descriptor], [], [], MEMORY_POLL_S)[0]:
                 chunk = os.read(descriptor, 1 << 16)
@@ -166,20 +150,3 @@ def _signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = ", perhaps by the kernel for lack of memory" if number == signal.SIGKILL else ""
     return f"{name}{hint}"
-
-
-def child_environment(threads: int) -> dict[str, str]:
-    """The child finds the same torch and coexec, serves with `threads`, and compiles without pools of processes.
-
-    Its caches lie in the user's private folder: Inductor's default is a shared temporary one, and what lies in it is
-    loaded as native code.
-    """
-    folder = cache_dir() / "inductor"
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(folder)),
-        "COEXEC_DISABLE": "1",
-    }

@@ -1,4 +1,4 @@
-"""The tuner's child: answers one question per line on stdin, until stdin ends or its parent is gone.
+"""What a child of the tuner does: it answers one question per line on stdin, until stdin ends or its parent is gone.
 
     {"do": "describe", "program": path}                           its classes of sizes and weights: see Facts
     {"do": "build", "program": path, "candidate": name, "folder": path, "threads": n, "budget_s": s}
@@ -18,7 +18,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,17 +34,18 @@ PARENT_POLL_S = 0.5
 REASON_CHARS = 1000
 
 
-def main() -> int:
-    """Serve questions."""
-    _follow_parent(int(sys.argv[1]))
+def serve(parent: int) -> None:
+    """Answer questions; called in a fresh copy of the nursery, which is `parent`."""
+    die_with(parent)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()  # for systems without that signal
     _die_first()
     faulthandler.enable(all_threads=False)
     answers = _take_stdout()
     server = Server()
-    for line in sys.stdin:
-        answers.write(json.dumps(server.answer(json.loads(line))) + "\n")
-        answers.flush()
-    return 0
+    with os.fdopen(0, "rb", closefd=False) as questions:
+        for line in questions:
+            answers.write(json.dumps(server.answer(json.loads(line))) + "\n")
+            answers.flush()
 
 
 class Server:
@@ -146,19 +146,17 @@ def _call_s(run: Runner, inputs: tuple[Any, ...]) -> float:
     return time.perf_counter() - start_s
 
 
-def _follow_parent(parent: int) -> None:
-    """End when the parent ends, even if it is killed while we are stopped.
+def die_with(parent: int) -> None:
+    """Let the kernel end this process when `parent` ends, even if that is killed while we are stopped.
 
-    The kernel's signal comes when the *thread* that started us ends: a tuner's worker threads outlive their children.
-    SIGKILL, because nothing else reaches a stopped process; compilers then end by themselves when they are done. The
-    watching thread is for systems without that signal.
+    The signal comes when the *thread* that started us ends. SIGKILL, because nothing else reaches a stopped process;
+    compilers that we started then end by themselves when they are done.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # it ended before we asked for the signal
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 
 def _watch(parent: int) -> None:
@@ -178,7 +176,3 @@ def _take_stdout() -> TextIO:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -71,7 +71,7 @@ def _facts(shop: Workshop, info: SubgraphInfo) -> tuple[Path, Facts]:
 
 
 def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: Environment) -> Facts:
-    with shop.roster.child("describe", shop.threads) as child:
+    with shop.roster.child("describe") as child:
         answer = child.ask({"do": "describe", "program": str(program)}, timeout_s=shop.settings.attempt_s)
     if not answer["ok"]:
         raise UntunableError(f"its program cannot be read: {answer['reason']}")

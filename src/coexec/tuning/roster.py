@@ -12,21 +12,22 @@ from collections.abc import Iterator
 
 from coexec.tuning.child import Child
 from coexec.tuning.markers import Markers
+from coexec.tuning.nursery import Nursery
 
 
 class Roster:
     """Starts children and knows the live ones. Safe to use from the threads of all workers."""
 
-    def __init__(self, markers: Markers, memory_bytes: int) -> None:
-        self._markers, self._memory_bytes = markers, memory_bytes
+    def __init__(self, markers: Markers, nursery: Nursery, memory_bytes: int) -> None:
+        self._markers, self._nursery, self._memory_bytes = markers, nursery, memory_bytes
         self._starting = threading.RLock()  # held during a timing: nobody starts a child then
         self._alive: set[Child] = set()
 
     @contextlib.contextmanager
-    def child(self, name: str, threads: int) -> Iterator[Child]:
-        """A child for the block. Errors: OSError if the system starts no process."""
+    def child(self, name: str) -> Iterator[Child]:
+        """A child for the block. Errors: NurseryError if the system starts no process."""
         with self._starting:
-            child = Child(threads=threads, memory_bytes=self._memory_bytes, name=name)
+            child = Child(self._nursery, memory_bytes=self._memory_bytes, name=name)
             self._alive.add(child)
         try:
             yield child

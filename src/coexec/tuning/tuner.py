@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -20,6 +21,7 @@ from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.store import Store
 from coexec.tuning.graph_tuner import Workshop, is_eager, tune_graph
 from coexec.tuning.markers import Markers
+from coexec.tuning.nursery import Nursery
 from coexec.tuning.report import GraphReport, Progress, TuneReport
 from coexec.tuning.roster import Roster
 from coexec.tuning.settings import TuneSettings
@@ -67,13 +69,15 @@ class _Run:
         chosen = _chosen(settings.candidates)
         self.unavailable = {c.name: a.reason for c in chosen if not (a := c.availability()).usable}
         markers = Markers(_marks_of(store))
+        threads = settings.threads or torch.get_num_threads()
+        self.nursery = Nursery(threads)
         self.shop = Workshop(
             store=store,
             markers=markers,
-            roster=Roster(markers, settings.memory_bytes),
+            roster=Roster(markers, self.nursery, settings.memory_bytes),
             settings=settings,
             candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
-            threads=settings.threads or torch.get_num_threads(),
+            threads=threads,
             deadline_s=self.deadline_s,
         )
 
@@ -81,10 +85,12 @@ class _Run:
         """All graphs."""
         graphs = _selected(self.shop.store, self.settings.subgraphs)
         numbered = list(enumerate(graphs))
-        if self.settings.workers == 1:
-            reports = [self.tune_one(number, info, len(graphs)) for number, info in numbered]
-        else:
-            reports = self.in_parallel(numbered, len(graphs))
+        with contextlib.closing(self.nursery):
+            if self.settings.workers == 1:
+                reports = [self.tune_one(number, info, len(graphs)) for number, info in numbered]
+            else:
+                self.nursery.prepare()  # from this thread: the kernel ends it with the thread that started it
+                reports = self.in_parallel(numbered, len(graphs))
         elapsed_s = time.monotonic() - self.start_s
         return TuneReport(tuple(reports), self.unavailable, elapsed_s, time.monotonic() > self.deadline_s())
 
