@@ -49,7 +49,10 @@ class Candidate(Protocol):
 
     @property
     def bakes_constants(self) -> bool:
-        """The artifact holds or prepacks values of static inputs: it is keyed by their digest too."""
+        """The artifact's files hold values of static inputs: they are keyed by the values' digest too.
+
+        See also :func:`captures_constants`.
+        """
 
     def availability(self) -> Availability:
         """Cheap: looks at installed metadata, imports nothing heavy."""
@@ -70,3 +73,13 @@ class Candidate(Protocol):
         Static inputs are taken from `program.inputs` now, zero copy where the runtime allows; the callable still
         takes them by position and ignores their values. Errors: CandidateError.
         """
+
+
+def captures_constants(candidate: Candidate) -> bool:
+    """Whether a loaded callable has copied or prepacked static inputs, so that a later change of them goes unseen.
+
+    A candidate says so by an attribute of this name (default: what `bakes_constants` says). Whoever serves it watches
+    the version counters and the identity of the static inputs; only with `bakes_constants` the stored files depend on
+    them as well.
+    """
+    return bool(getattr(candidate, "captures_constants", candidate.bakes_constants))

@@ -124,7 +124,7 @@ class _Writer:
             self._names[node] = {"in": position}
 
     def node(self, node: Node) -> Json:
-        written = {"op": target_name(node.target), "args": [self.argument(a) for a in node.args]}
+        written: dict[str, Json] = {"op": target_name(node.target), "args": [self.argument(a) for a in node.args]}
         if node.kwargs:
             written["kwargs"] = {name: self.argument(value) for name, value in node.kwargs.items()}
         self._names[node] = {"n": self._nodes}
@@ -221,8 +221,7 @@ def _constant_from_json(entry: Json) -> torch.Tensor:
 def target_name(target: Any) -> str:
     """ "aten::add.Tensor" of an overload, "operator.getitem" of a function. Errors: ProgramError."""
     if isinstance(target, torch._ops.OpOverload):
-        name = target.name()
-        return name if target._overloadname != "default" else name.removesuffix(".default")
+        return str(target.name()).removesuffix(".default")
     for module_name, module in PLAIN_MODULES.items():
         name = getattr(target, "__name__", "")
         if getattr(module, name, None) is target:

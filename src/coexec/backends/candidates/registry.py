@@ -21,7 +21,10 @@ log = logging.getLogger("coexec.backends")
 
 ENTRY_POINTS = "coexec.backends"
 
-BUILT_IN = ("eager",)
+BUILT_IN = (
+    "eager",
+    "torchscript",
+)
 """Folders of this package; each offers `CANDIDATES`. In the order in which the tuner tries them: cheap ones first."""
 
 

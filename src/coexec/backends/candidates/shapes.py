@@ -35,19 +35,19 @@ class Sizes:
 def read_sizes(program: Program) -> Sizes:
     """From the placeholders' `meta["val"]`; without symbols where tracing fixed every size."""
     symbols: dict[str, tuple[int, int | None]] = {}
-    entries = []
+    entries: list[tuple[Size, ...] | Size | None] = []
     for node in program.placeholders():
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, torch.Tensor):
             entries.append(tuple(_size(s, symbols) for s in value.shape))
         else:
-            entries.append(None if value is None else _size(value, symbols))
+            entries.append(_size(value, symbols) if isinstance(value, torch.SymInt | int) else None)
     return Sizes(symbols, tuple(entries))
 
 
-def _size(value: Any, symbols: dict[str, tuple[int, int | None]]) -> Size | None:
+def _size(value: torch.SymInt | int, symbols: dict[str, tuple[int, int | None]]) -> Size:
     if not isinstance(value, torch.SymInt):
-        return int(value) if isinstance(value, int) else None
+        return int(value)
     expression = value.node.expr
     if not isinstance(expression, sympy.Basic) or expression.is_number:
         return int(expression)

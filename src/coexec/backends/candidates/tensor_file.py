@@ -86,7 +86,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(plain.view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
 
 
-def from_raw_bytes(data: bytes | mmap.mmap, dtype: torch.dtype, sizes: list[int], offset: int = 0) -> torch.Tensor:
+def from_raw_bytes(data: bytearray | mmap.mmap, dtype: torch.dtype, sizes: list[int], offset: int = 0) -> torch.Tensor:
     """A tensor over `data`, which must be writable memory; row-major."""
     count = 1
     for size in sizes:
