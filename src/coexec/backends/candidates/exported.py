@@ -1,0 +1,63 @@
+"""The core of a program as an ExportedProgram, which ONNX, OpenVINO and TVM read."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from coexec.backends.candidates.candidate import CandidateError
+from coexec.backends.candidates.core import Core, split
+from coexec.backends.candidates.program import Program
+
+
+def foreign_core(name: str, program: Program, *, bind_static: bool = True) -> Core:
+    """The core for a runtime with row-major memory of its own. Errors: CandidateError for what none of them takes."""
+    core = split(program, row_major=True, bind_static=bind_static)
+    if not core.live:
+        raise CandidateError(name, "the graph has no input that changes between calls")
+    tensors = [*core.examples, *(torch.empty(o.sizes, device="meta") for o in core.outputs if o.sizes is not None)]
+    if any(t.numel() == 0 for t in tensors):
+        raise CandidateError(name, "a tensor without elements: there is nothing to gain, and other runtimes misread it")
+    return core
+
+
+def export(name: str, core: Core) -> ExportedProgram:
+    """All of the core's inputs, weights included, are inputs of the exported program.
+
+    Sizes that are symbols in a dynamic core are exported as such.
+    """
+    examples = tuple(t.detach().contiguous() for t in core.examples)
+    shapes = _dynamic_shapes(core) if core.dynamic else None
+    with torch.no_grad(), quiet():
+        try:
+            return torch.export.export(core.module, examples, dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            raise CandidateError(name, f"torch.export: {type(error).__name__}: {error!s:.300}") from error
+
+
+def _dynamic_shapes(core: Core) -> tuple[dict[int, object], ...]:
+    nodes = core.module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in nodes]
+    return (
+        tuple(
+            {d: Dim.AUTO for d, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} if v is not None else {}
+            for v in values
+        ),
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Exporters warn and log a lot about what is no news to a tuner."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(before)
