@@ -10,6 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._sympy.numbers import int_oo
 
 from coexec.backends.candidates.program import Program, ProgramError
 
@@ -58,8 +59,10 @@ def _size(value: torch.SymInt | int, symbols: dict[str, tuple[int, int | None]])
 
 
 def _bound(value: Any, unlimited: Any) -> Any:
-    # torch writes "no limit" as int_oo or a number close to the largest one.
-    return int(value) if value.is_finite and value.is_integer and int(value) < 1 << 60 else unlimited
+    # torch writes "no limit" as int_oo (which calls itself finite) or a number close to the largest one.
+    if value in (int_oo, -int_oo) or not (value.is_finite and value.is_integer and int(value) < 1 << 60):
+        return unlimited
+    return int(value)
 
 
 def annotate(program: Program, sizes: Sizes) -> FakeTensorMode:
