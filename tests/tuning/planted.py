@@ -72,8 +72,13 @@ class Runs:
 
     slow_build = fast
 
-    def baked(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
+    def baked(self, *inputs: Any) -> tuple[torch.Tensor]:
+        (x,) = (value for i, value in enumerate(inputs) if i not in self.program.static_inputs)
         return (x + self.steps * self.weights[0],)
+
+    def sleeper(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        """Right in the tuner's children, wrong where it serves."""
+        return (x + self.steps + float("PLANTED_AWAKE" in os.environ),)
 
     def slow(self, *inputs: Any) -> tuple[Any, ...]:
         self.program.run_eagerly(*inputs)
@@ -118,7 +123,7 @@ BEHAVIOURS = (
 
 def candidates() -> list[Planted]:
     """The entry point; PLANTED narrows it down, PLANTED_VERSION is the version of all of them."""
-    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked"]
+    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked", "sleeper"]
     version = os.environ.get("PLANTED_VERSION", "1")
     return [Planted(f"planted-{name}", name == "baked", version) for name in wanted]
 

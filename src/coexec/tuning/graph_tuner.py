@@ -75,8 +75,15 @@ def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: E
         answer = child.ask({"do": "describe", "program": str(program)}, timeout_s=shop.settings.attempt_s)
     if not answer["ok"]:
         raise UntunableError(f"its program cannot be read: {answer['reason']}")
-    words = (answer[name] for name in ("shape_class", "inside", "baked"))
-    return Facts(info.digest, info.program, environment, *words, shop.threads)
+    return Facts(
+        subgraph=info.digest,
+        program=info.program,
+        environment=environment,
+        shape_class=answer["shape_class"],
+        inside=answer["inside"],
+        baked=answer["baked"],
+        threads=shop.threads,
+    )
 
 
 class _Tuning:

@@ -59,11 +59,11 @@ class _Nursery:
     def run(self) -> Callable[[], None] | None:
         """Serve; returns what is to be done in a forked child, None in the parent when the tuner is gone."""
         while True:
-            ready, _, _ = select.select([self.connection, self.wake], [], [])
+            ready, _, _ = select.select([self.connection.fileno(), self.wake], [], [])
             if self.wake in ready:
                 os.read(self.wake, 4096)
                 self.report_ended()
-            if self.connection in ready:
+            if self.connection.fileno() in ready:
                 message, descriptors, _, _ = socket.recv_fds(self.connection, 64, DESCRIPTORS)
                 if not message:
                     return None

@@ -95,7 +95,7 @@ class _Check:
         versions = [_version(v) for v in given]
         torch.set_rng_state(self.state)
         with torch.no_grad():
-            returned = run(*given)
+            returned: object = run(*given)  # whatever a backend's code gives
         if not torch.equal(torch.get_rng_state(), self.state_after):
             self.problem("the random number generator is left in another state than by eager")
         if not isinstance(returned, tuple) or len(returned) != len(self.eager):
