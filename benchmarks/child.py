@@ -1,7 +1,7 @@
 """A contender in a process of its own: its thread pool, memory and caches disturb nobody else's.
 
 `Child` is the parent's side. The child (`python -m benchmarks.child PROGRAM VARIANT`) reads one JSON request per line
-and answers each with one JSON line.
+and answers each with one JSON line. A benchmark with other questions has a module of its own that calls `serve`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -31,11 +31,18 @@ class ChildFailed(RuntimeError):  # noqa: N818 - reads as a sentence where it is
 class Child:
     """One program in one variant in a child process. Use it as a context manager."""
 
-    def __init__(self, program: str, variant: str, name: str = "", environment: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self,
+        program: str,
+        variant: str,
+        name: str = "",
+        environment: Mapping[str, str] = {},
+        module: str = "benchmarks.child",
+    ) -> None:
         self.name = name or variant
         search = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.child", program, variant],
+            [sys.executable, "-m", module, program, variant],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -102,16 +109,20 @@ class Child:
         return self._process.returncode
 
 
-def main() -> None:
-    """The child's loop: requests on stdin, answers on what was stdout."""
+def serve(make_worker: Callable[[str, str], Any]) -> None:
+    """The child's loop: requests on stdin, answers on what was stdout.
+
+    Args:
+        make_worker: gets the program and the variant; each `do_<command>` of what it returns answers one command.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the program prints goes to stderr, not among the answers
-    worker: Worker | None = None
+    worker: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         command = request.pop("command")
         try:
-            worker = worker or Worker(sys.argv[1], sys.argv[2])
+            worker = worker or make_worker(sys.argv[1], sys.argv[2])
             answer = getattr(worker, f"do_{command}")(**request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -202,4 +213,4 @@ def resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -19,6 +19,7 @@ from coexec.cli.db import db
 from coexec.cli.db_key import key
 from coexec.cli.db_show import show
 from coexec.cli.doctor import doctor
+from coexec.cli.tune import tune
 from coexec.errors import CoexecError, UsageError
 
 OK, PROBLEM, USAGE = 0, 1, 2
@@ -37,12 +38,13 @@ def coexec() -> None:
     Examples:
       coexec doctor
       coexec db list
+      coexec tune --budget 30m
     """
 
 
 for part in (show, key):
     db.add_command(part)
-for command in (doctor, db):
+for command in (doctor, db, tune):
     coexec.add_command(command)
 
 

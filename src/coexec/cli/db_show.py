@@ -59,16 +59,19 @@ def _found(store: Store, prefix: str) -> SubgraphInfo:
 
 
 def _lookup_here(store: Store, info: SubgraphInfo) -> str:
-    """What serving would find in this environment. Custom ops of the graph count only in the process that has them."""
-    from coexec.subgraphs.key import SubgraphKey
-    from coexec.subgraphs.machine import current_environment
+    """What serving would find in this environment, whatever the weights. A graph's custom ops must be loaded."""
+    import torch
 
-    environment = current_environment()
-    classes = {decision.shape_class for decision in readable_decisions(info.digest)} or {""}
-    for shape_class in sorted(classes):
-        key = SubgraphKey(info.digest, info.text, "", info.n_ops, shape_class)
-        decision = store.lookup(key, environment)
-        if decision is not None:
+    from coexec.subgraphs.errors import UnkeyableGraphError
+    from coexec.subgraphs.key import SubgraphKey
+    from coexec.tuning.identity import custom_ops_of_text, environment_of
+
+    try:
+        environment = environment_of(custom_ops_of_text(info.text), torch.get_num_threads())
+    except UnkeyableGraphError as error:
+        return f"not known here: {error}"
+    for decision in readable_decisions(info.digest):
+        if decision.environment == environment.digest:
             return f"{decision.backend}: {decision.reason or 'no reason was noted'}"
     return store.explain_miss(SubgraphKey(info.digest, info.text, "", info.n_ops), environment)
 

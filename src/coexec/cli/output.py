@@ -82,3 +82,10 @@ def _console() -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
+
+
+def error_console() -> Console:
+    """The console on stderr: progress bars, so that stdout holds the result alone."""
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)

@@ -47,3 +47,16 @@ class Duration(click.ParamType[float]):
         if match is None:
             self.fail(f"{value!r} is no duration; try 90s, 15m, 2h or 30d", parameter, context)
         return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """Names separated by commas: onnxruntime,openvino."""
+
+    name = "names"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> tuple[str, ...]:
+        """Returns the names. Errors: a usage error if there is none."""
+        names = tuple(name.strip() for name in str(value).split(",") if name.strip())
+        if not names:
+            self.fail(f"{value!r} names nothing; try onnxruntime,openvino", parameter, context)
+        return names
