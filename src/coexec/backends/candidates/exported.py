@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.fx import Graph, GraphModule
 
 from coexec.backends.candidates.candidate import CandidateError
 from coexec.backends.candidates.core import Core, split
@@ -35,9 +37,31 @@ def export(name: str, core: Core) -> ExportedProgram:
     shapes = _dynamic_shapes(core) if core.dynamic else None
     with torch.no_grad(), quiet():
         try:
-            return torch.export.export(core.module, examples, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(with_plain_attention(core.module), examples, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise CandidateError(name, f"torch.export: {type(error).__name__}: {error!s:.300}") from error
+
+
+def with_plain_attention(module: GraphModule) -> GraphModule:
+    """Attention as users write it, in place of the CPU kernel that torch chose: runtimes have their own for it, and the
+    kernel's decomposition has other strides than the kernel, on which later views fail."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, val_map={}))
+    for node in graph.find_nodes(op="call_function", target=FLASH):
+        users = list(node.users)
+        if any(user.target is not operator.getitem or user.args[1] != 0 for user in users if user.users):
+            continue  # the logarithm of sums is wanted too: a training graph
+        given = dict(zip(("dropout_p", "is_causal"), node.args[3:], strict=False)) | node.kwargs
+        with graph.inserting_before(node):
+            plain = graph.call_function(torch.ops.aten.scaled_dot_product_attention.default, node.args[:3], given)
+        for user in users:
+            user.replace_all_uses_with(plain)
+            graph.erase_node(user)
+        graph.erase_node(node)
+    return GraphModule(module, graph)
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _dynamic_shapes(core: Core) -> tuple[dict[int, object], ...]:

@@ -99,6 +99,11 @@ def _optimized(loaded: Any) -> Callable[..., Any]:
         return torch.jit.optimize_for_inference(torch.jit.freeze(loaded.eval()))  # type: ignore[no-any-return]
 
 
+def _frozen(loaded: Any) -> Callable[..., Any]:
+    with torch.no_grad():
+        return torch.jit.freeze(loaded.eval())  # type: ignore[no-any-return]
+
+
 def _static_runtime(loaded: Any) -> Callable[..., Any]:
     if not hasattr(torch._C, "_jit_to_static_module"):
         raise CandidateError("static-runtime", "this torch was built without the Static Runtime")
@@ -106,7 +111,13 @@ def _static_runtime(loaded: Any) -> Callable[..., Any]:
         return torch._C._jit_to_static_module(torch.jit.freeze(loaded.eval())._c)  # type: ignore[no-any-return]
 
 
-PREPARE = {"torchscript": _plain, "optimize-for-inference": _optimized, "static-runtime": _static_runtime}
+PREPARE = {
+    "torchscript": _plain,
+    "optimize-for-inference": _optimized,
+    "static-runtime": _static_runtime,
+    "ipex": _frozen,
+}
+"""What each candidate does with a loaded trace that has its weights."""
 
 
 def _sequence(results: Any) -> Any:
