@@ -19,6 +19,7 @@ from coexec.cli.db import db
 from coexec.cli.db_key import key
 from coexec.cli.db_show import show
 from coexec.cli.doctor import doctor
+from coexec.cli.report import report
 from coexec.cli.tune import tune
 from coexec.errors import CoexecError, UsageError
 
@@ -44,7 +45,7 @@ def coexec() -> None:
 
 for part in (show, key):
     db.add_command(part)
-for command in (doctor, db, tune):
+for command in (doctor, db, tune, report):
     coexec.add_command(command)
 
 
