@@ -24,6 +24,11 @@ ENTRY_POINTS = "coexec.backends"
 BUILT_IN = (
     "eager",
     "torchscript",
+    "onnxruntime",
+    "openvino",
+    "ipex",
+    "inductor",
+    "tvm",
 )
 """Folders of this package; each offers `CANDIDATES`. In the order in which the tuner tries them: cheap ones first."""
 

@@ -1,4 +1,4 @@
-"""Inductor's ordinary output (Python or C++ wrapper, C++ kernels), stored as the wrapper's source and the kernels' files.
+"""Inductor's ordinary output (Python or C++ wrapper, C++ kernels), stored as the wrapper's source and the libraries.
 
 torch's own caches of such code are pickles, and asking them starts the compiler's front end. Here the kernels are
 numbered in the order in which the wrapper asks for them, and the wrapper is given the stored files instead. Kernels of
