@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 
 from coexec import __version__
+from coexec.cli.bench import bench
 from coexec.cli.db import db
 from coexec.cli.db_key import key
 from coexec.cli.db_show import show
@@ -45,7 +46,7 @@ def coexec() -> None:
 
 for part in (show, key):
     db.add_command(part)
-for command in (doctor, db, tune, report):
+for command in (doctor, db, tune, bench, report):
     coexec.add_command(command)
 
 
