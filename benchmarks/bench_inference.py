@@ -251,6 +251,7 @@ def summary(cases: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "models_by_backend": per_case,
         "models": len({case["model"] for case in present}),
         "wrong": [name for name, case in cases.items() if is_wrong(case)],
+        "not_tuned": [name for name, case in cases.items() if is_untuned(case)],
         "below_0.97": [name for name, case in cases.items() if is_slow(case)],
         "skipped": {case["model"]: case["skipped"] for case in cases.values() if "skipped" in case},
         "problems": {name: case["problems"] for name, case in cases.items() if case.get("problems")},
@@ -266,6 +267,11 @@ def speedup_of(case: dict[str, Any], title: str) -> float | None:
 def is_wrong(case: dict[str, Any]) -> bool:
     """coexec gave a wrong answer."""
     return case.get("contenders", {}).get(COEXEC, {}).get("correct") is False
+
+
+def is_untuned(case: dict[str, Any]) -> bool:
+    """Some graph ran eagerly only because no decision was found for it."""
+    return "eager.not tuned" in case.get("contenders", {}).get(COEXEC, {}).get("counters", {})
 
 
 def is_slow(case: dict[str, Any]) -> bool:
@@ -302,7 +308,7 @@ def print_summary(found: dict[str, Any]) -> None:
         print_means(name, Means(**means))
     print_means("the fastest for each graph", Means(**found["chosen_as_measured"]))
     print(f"best single backend: {found['best_single']}")
-    for title in ("wrong", "below_0.97"):
+    for title in ("wrong", "not_tuned", "below_0.97"):
         print(f"{title.replace('_', ' ')}: {', '.join(found[title]) or 'none'}")
     for name, reason in found["skipped"].items():
         print(f"skipped {name}: {reason}")
