@@ -85,6 +85,24 @@ def aliases(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return z, (z * 2).t(), y
 
 
+class Everything(nn.Module):
+    """All of the above in one graph, for backends that compile for seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.conv, self.gru = Mlp(), ConvNet(), GruLoop()
+        self.attention, self.embedded = Attention(), Embedded()
+
+    def forward(
+        self, x: torch.Tensor, image: torch.Tensor, xs: torch.Tensor, h: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        image = image.contiguous(memory_format=torch.channels_last)
+        sequence, last = self.gru(xs, h)
+        attended = self.attention(sequence.repeat(1, 1, 2))
+        found = self.embedded(ids), self.mlp(x), self.conv(image), sequence, attended.transpose(1, 2)
+        return (*found, *decisions(attended.flatten(1)), *aliases(last, x.t()[:, :3].clone()), x.t())
+
+
 def kinds() -> dict[str, Callable[[], Model]]:
     """name -> a function that makes the model and its inputs."""
     return {
@@ -102,11 +120,16 @@ def kinds() -> dict[str, Callable[[], Model]]:
     }
 
 
+def everything() -> Model:
+    inputs = torch.randn(4, 16), torch.randn(2, 3, 16, 16), torch.randn(2, 5, 8), torch.zeros(2, 16)
+    return Everything().eval(), (*inputs, torch.randint(0, 50, (3, 7)))
+
+
 @functools.cache
 def program(kind: str) -> Program:
     """The inference program of one kind; weights are its static inputs."""
     torch.manual_seed(0)
-    model, inputs = kinds()[kind]()
+    model, inputs = everything() if kind == "everything" else kinds()[kind]()
     return inference(model, inputs)
 
 

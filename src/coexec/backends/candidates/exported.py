@@ -33,11 +33,12 @@ def export(name: str, core: Core) -> ExportedProgram:
 
     Sizes that are symbols in a dynamic core are exported as such.
     """
+    module = with_plain_attention(core.module)
     examples = tuple(t.detach().contiguous() for t in core.examples)
     shapes = _dynamic_shapes(core) if core.dynamic else None
     with torch.no_grad(), quiet():
         try:
-            return torch.export.export(with_plain_attention(core.module), examples, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             raise CandidateError(name, f"torch.export: {type(error).__name__}: {error!s:.300}") from error
 
@@ -65,14 +66,8 @@ FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _dynamic_shapes(core: Core) -> tuple[dict[int, object], ...]:
-    nodes = core.module.graph.find_nodes(op="placeholder")
-    values = [node.meta.get("val") for node in nodes]
-    return (
-        tuple(
-            {d: Dim.AUTO for d, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} if v is not None else {}
-            for v in values
-        ),
-    )
+    values = [node.meta["val"] for node in core.module.graph.find_nodes(op="placeholder")]
+    return tuple({d: Dim.AUTO for d, size in enumerate(v.shape) if isinstance(size, torch.SymInt)} for v in values)
 
 
 @contextmanager

@@ -60,13 +60,20 @@ def load(name: str, program: Program, folder: Path, *, threads: int) -> Runner:
 
 
 def converted(name: str, core: Core) -> Any:
-    """The core as a Relax module; all inputs, weights included, are arguments of `main`."""
+    """The core as a Relax module; all inputs, weights included, are arguments of `main`.
+
+    Decomposed by torch first, or not: the front end knows some ops in one form only, and decomposed attention fails in
+    torch itself where a view follows it.
+    """
     exported = export(name, core)
-    with torch.no_grad(), quiet():
-        try:
-            return from_exported_program(exported, keep_params_as_input=False, unwrap_unit_return_tuple=False)
-        except Exception as error:
-            raise CandidateError(name, f"from_exported_program: {type(error).__name__}: {_last_line(error)}") from error
+    problems = []
+    for decompose in (True, False):
+        with torch.no_grad(), quiet():
+            try:
+                return from_exported_program(exported, run_ep_decomposition=decompose)
+            except Exception as error:
+                problems.append(f"{type(error).__name__}: {_last_line(error)}")
+    raise CandidateError(name, f"from_exported_program: {problems[-1]}")
 
 
 def target_of(threads: int) -> Any:

@@ -1,7 +1,7 @@
 """Makes TVM's search start in a third of a second instead of twenty, in this process and in its workers.
 
-`import tvm.s_tir.tensor_intrin` parses the instructions of every GPU, of ARM and of RISC-V: 18 s alone, 30 to 50 s beside
-torch, in each worker process, whose time limit is 30 s: every trial fails. Only x86's are wanted here.
+`import tvm.s_tir.tensor_intrin` parses the instructions of every GPU, of ARM and of RISC-V: 18 s alone, 30 to 50 s
+beside torch, in each worker process, whose time limit is 30 s: every trial fails. Only x86's are wanted here.
 """
 
 from __future__ import annotations
