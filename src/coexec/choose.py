@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from coexec.backends.cache import ArtifactCache
 from coexec.backends.candidates import registry
 from coexec.backends.candidates.candidate import CandidateError, Runner
 from coexec.backends.candidates.program import Program, ProgramError
@@ -25,7 +26,7 @@ from coexec.errors import CoexecError
 from coexec.subgraphs.entries import Decision
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.key import SubgraphKey
-from coexec.subgraphs.store import Store
+from coexec.subgraphs.store import Store, open_store
 from coexec.tuning.identity import baked_digest, environment_of, inside_digest, shape_class_of
 from coexec.tuning.program_file import save_program
 from coexec.tuning.verify import verify_quickly
@@ -181,6 +182,13 @@ def remember(store: Store, graph: Graph, inputs: Sequence[Any]) -> bool:
     except (ProgramError, OSError, CoexecError) as error:
         count("not stored", f"{graph.note}: {error}")
         return False
+
+
+def segment_cache() -> ArtifactCache:
+    """The cache of co-execution's compiled segments, with the store behind it."""
+    from coexec.subgraphs.segment_cache import SegmentCache
+
+    return SegmentCache(open_store())
 
 
 def _loaded(store: Store, decision: Decision, program: Program) -> Runner:

@@ -20,7 +20,7 @@ from typing import IO, Any
 from coexec.errors import CoexecError
 from coexec.subgraphs.entries import Outcome
 from coexec.tuning.nursery import Nursery
-from coexec.tuning.process_tree import resident_bytes
+from coexec.tuning.process_tree import resident_bytes, tree
 
 MEMORY_POLL_S = 0.05
 LAST_WORDS_BYTES = 1500
@@ -84,8 +84,12 @@ class Child:
                 self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the whole group; whoever waits for an answer learns that the child died."""
+        """Kill it and what it started; whoever waits for an answer learns that the child died."""
+        strays = tree(self.pid)[1:]  # some search in sessions of their own, out of the group's reach
         self._signal(signal.SIGKILL)
+        for stray in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(stray, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill the whole group and reap the child."""
@@ -113,7 +117,7 @@ class Child:
             self._check_memory(what)
             waited_s = time.monotonic() - start_s - (self._stopped_s - stopped_before_s)
             if self._stopped_at is None and waited_s > timeout_s:
-                self._signal(signal.SIGKILL)
+                self.kill()
                 raise ChildError(Outcome.TIMEOUT, f"{what} took more than {timeout_s:.0f} s")
         line, _, self._partial = self._partial.partition(b"\n")
         try:
@@ -126,7 +130,7 @@ class Child:
     def _check_memory(self, what: str) -> None:
         used = resident_bytes(self.pid)
         if used > self._memory_bytes:
-            self._signal(signal.SIGKILL)
+            self.kill()
             limit, took = self._memory_bytes / 2**30, used / 2**30
             raise ChildError(Outcome.MEMORY, f"{what} took {took:.1f} GiB of memory, {limit:.1f} GiB are allowed")
 
