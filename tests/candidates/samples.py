@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from coexec.backends.candidates.program import Program
 
@@ -138,6 +139,11 @@ def inference(model: Callable[..., Any], inputs: tuple[Any, ...], *, dynamic: bo
     with torch.no_grad():
         (found,) = captured(model, inputs, dynamic=dynamic)
     return found
+
+
+def handmade(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> Program:
+    """Traced without AOTAutograd, which keeps outputs that are inputs to itself; training graphs do have them."""
+    return Program(make_fx(function, tracing_mode="fake")(*inputs), inputs)
 
 
 def training(model: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Program, Program]:

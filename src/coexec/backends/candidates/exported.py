@@ -33,7 +33,7 @@ def export(name: str, core: Core) -> ExportedProgram:
 
     Sizes that are symbols in a dynamic core are exported as such.
     """
-    module = with_plain_attention(core.module)
+    module = without_detours(with_plain_attention(core.module))
     examples = tuple(t.detach().contiguous() for t in core.examples)
     shapes = _dynamic_shapes(core) if core.dynamic else None
     with torch.no_grad(), quiet():
@@ -59,6 +59,17 @@ def with_plain_attention(module: GraphModule) -> GraphModule:
             user.replace_all_uses_with(plain)
             graph.erase_node(user)
         graph.erase_node(node)
+    return GraphModule(module, graph)
+
+
+def without_detours(module: GraphModule) -> GraphModule:
+    """Without ops that mean something to autograd alone; OpenVINO's converter fails on results that have two names."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, val_map={}))
+    for target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
     return GraphModule(module, graph)
 
 

@@ -111,7 +111,7 @@ class _Recorder:
         return bool(getattr(output, "constants", None))
 
     def _keep(self, function: Any) -> Callable[..., Any]:
-        holder = getattr(function, "__self__", None) or getattr(getattr(function, "func", None), "__self__", None)
+        holder: Any = getattr(function, "__self__", None) or getattr(getattr(function, "func", None), "__self__", None)
         shutil.copyfile(holder.__file__, self.folder / KERNEL.format(self.count))
         self.count += 1
         return function  # type: ignore[no-any-return]

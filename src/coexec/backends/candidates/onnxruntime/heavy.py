@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx  # type: ignore[import-untyped]
+import onnx
 import onnxruntime  # type: ignore[import-untyped]
 import torch
 
@@ -161,7 +161,7 @@ def _session(path: Path, core: Core, threads: int) -> tuple[Any, list[Any]]:
 def _fixed(session: Any, keep: Any, core: Core) -> Call:
     """Inputs and outputs are bound by address: nothing is copied. Outputs are new memory for every call."""
     inputs = [(f"i{i}", ELEMENTS[core.examples[i].dtype], tuple(core.examples[i].shape)) for i in core.live]
-    outputs = [(f"r{n}", ELEMENTS[o.dtype], o.sizes, o.dtype) for n, o in enumerate(core.outputs)]
+    outputs = [(f"r{n}", ELEMENTS[o.dtype], o.sizes or (), o.dtype) for n, o in enumerate(core.outputs)]
 
     def call(live: list[torch.Tensor]) -> list[torch.Tensor]:
         binding = session.io_binding()  # one per call: several threads may call at once

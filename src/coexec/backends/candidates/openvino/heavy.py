@@ -83,11 +83,10 @@ def _converted(core: Core) -> Any:
 
 def _check_types(model: Any, core: Core) -> None:
     """The converter may change a dtype: memory shared under a wrong type would be garbage."""
-    pairs = [*zip(model.inputs, core.examples, strict=True), *zip(model.outputs, core.outputs, strict=True)]
-    for port, value in pairs:
-        if port.get_element_type() != TYPES.get(value.dtype):
-            kept = port.get_element_type().get_type_name()
-            raise CandidateError(NAME, f"a tensor of dtype {value.dtype} became {kept}")
+    dtypes = [t.dtype for t in core.examples] + [o.dtype for o in core.outputs]
+    for port, dtype in zip([*model.inputs, *model.outputs], dtypes, strict=True):
+        if port.get_element_type() != TYPES.get(dtype):
+            raise CandidateError(NAME, f"a tensor of dtype {dtype} became {port.get_element_type().get_type_name()}")
 
 
 def _compiled(path: Path, core: Core, threads: int) -> tuple[Any, list[torch.Tensor]]:

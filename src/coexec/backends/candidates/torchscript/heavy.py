@@ -96,7 +96,7 @@ def _optimized(loaded: Any) -> Callable[..., Any]:
     if torch.jit.onednn_fusion_enabled():
         raise CandidateError("optimize-for-inference", "torch.jit.enable_onednn_fusion is on; switch it off")
     with torch.no_grad():
-        return torch.jit.optimize_for_inference(torch.jit.freeze(loaded.eval()))  # type: ignore[no-any-return]
+        return torch.jit.optimize_for_inference(torch.jit.freeze(loaded.eval()))
 
 
 def _frozen(loaded: Any) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 
 import tvm  # type: ignore[import-untyped]
-from tvm import relax  # type: ignore[import-untyped]
+from tvm import relax
 from tvm.relax.frontend.torch import from_exported_program  # type: ignore[import-untyped]
 
 from coexec.backends.candidates.candidate import CandidateError, Runner
@@ -96,7 +96,7 @@ def _call(machine: Any) -> Call:
         with lock:
             returned = main(*live)
         results = (returned,) if hasattr(returned, "__dlpack__") else tuple(returned)
-        return [r if isinstance(r, torch.Tensor) else torch.from_dlpack(r) for r in results]
+        return [r if isinstance(r, torch.Tensor) else torch.utils.dlpack.from_dlpack(r) for r in results]
 
     return call
 
