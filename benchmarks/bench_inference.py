@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.child import ROOT, Child, ChildFailed
+from benchmarks.child import ROOT, AwakeInTurn, Child, ChildFailed
 from benchmarks.inference_summary import (
     GraphTimes,
     Means,
@@ -174,7 +174,8 @@ def serve_one(name: str, batch: int, options: argparse.Namespace) -> dict[str, A
             facts: dict[str, Any] = {}
             for title in (EAGER, EAGER_AGAIN, COEXEC, *options.beside):
                 warm_child(stack, (name, batch, title), options, children, problems, facts)
-            paired = time_by_turns(children, options.rounds).as_json(EAGER)
+            contenders = [stack.enter_context(AwakeInTurn(child)) for child in children]
+            paired = time_by_turns(contenders, options.rounds).as_json(EAGER)
             return {"contenders": {title: paired[title] | facts[title] for title in paired}, "problems": problems}
     except SkippedModel as skipped:
         return {"skipped": str(skipped)}

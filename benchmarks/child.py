@@ -6,9 +6,11 @@ and answers each with one JSON line. A benchmark with other questions has a modu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +109,35 @@ class Child:
         if self._process.stdout:
             self._process.stdout.close()
         return self._process.returncode
+
+
+class AwakeInTurn:
+    """A child that runs during its turns only: in between it is stopped, so that not even an idle thread of it spins.
+
+    Use it as a context manager: after the block the child runs again, and can end.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self.name, self._child = child.name, child
+
+    def __enter__(self) -> AwakeInTurn:
+        self._signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._signal(signal.SIGCONT)
+
+    def run_block(self, lead_in: int, steps: int, one_by_one: bool) -> float:
+        """See `paired.Contender`."""
+        self._signal(signal.SIGCONT)
+        try:
+            return self._child.run_block(lead_in, steps, one_by_one)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.session, number)
 
 
 def serve(make_worker: Callable[[str, str], Any]) -> None:
