@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 
 from coexec.backends.candidates.candidate import CandidateError
 from coexec.backends.candidates.core import Core
+from coexec.backends.candidates.exported import quiet
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def compiling(name: str, core: Core, options: Mapping[str, Any], threads: int) -
     }
     known = {key: value for key, value in settings.items() if _exists(key)}
     try:
-        with config.patch(known), torch.no_grad():
+        with config.patch(known), torch.no_grad(), quiet():
             yield
     except CandidateError:
         raise
@@ -110,6 +111,3 @@ def compile_aot(module: GraphModule, inputs: list[torch.Tensor], path: str) -> N
 def _patched() -> dict[str, Any]:
     """aot_compile resets nothing, but insists on its own dict of options."""
     return {"aot_inductor.package": False} if hasattr(config.aot_inductor, "package") else {}
-
-
-Boxed = Callable[[list[torch.Tensor]], list[torch.Tensor]]
