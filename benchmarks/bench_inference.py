@@ -37,10 +37,13 @@ from benchmarks.inference_summary import (
 )
 from benchmarks.machine import describe_machine, write_result
 from benchmarks.paired import time_by_turns
+from coexec.tuning.machine_load import ForeignLoad
 
 EAGER, EAGER_AGAIN, COEXEC = "eager", "eager again", "coexec"
 VARIANTS = {EAGER: "eager", EAGER_AGAIN: "eager", COEXEC: "coexec", "torch.compile": "inductor"}
 COLLECTED = "collected.json"
+BUSY_CORES = 0.3
+"""A case during which others took more of the machine than this says little: it is marked and listed."""
 
 
 def main() -> None:
@@ -175,8 +178,10 @@ def serve_one(name: str, batch: int, options: argparse.Namespace) -> dict[str, A
             for title in (EAGER, EAGER_AGAIN, COEXEC, *options.beside):
                 warm_child(stack, (name, batch, title), options, children, problems, facts)
             contenders = [stack.enter_context(AwakeInTurn(child)) for child in children]
+            load = ForeignLoad()
             paired = time_by_turns(contenders, options.rounds).as_json(EAGER)
-            return {"contenders": {title: paired[title] | facts[title] for title in paired}, "problems": problems}
+            found = {title: paired[title] | facts[title] for title in paired}
+            return {"contenders": found, "problems": problems, "foreign_cores": load.cores()}
     except SkippedModel as skipped:
         return {"skipped": str(skipped)}
     except ChildFailed as failure:
@@ -219,6 +224,8 @@ def print_case(name: str, batch: int, case: dict[str, Any]) -> None:
     speedup, again = found[COEXEC]["speedup"], found[EAGER_AGAIN]["speedup"]["median"]
     interval = f"{speedup['median']:.3f}x [{speedup['low']:.3f}, {speedup['high']:.3f}]"
     words = f"{serving(found[COEXEC])}, {'correct' if found[COEXEC]['correct'] else 'WRONG'}"
+    if is_busy(case):
+        words += f"; the machine was busy ({case['foreign_cores']:.1f} cores)"
     print(f"{head}{found[EAGER]['median_ms']:10.2f}{again:8.3f}{interval:>27}  {words}", flush=True)
 
 
@@ -252,6 +259,7 @@ def summary(cases: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "models_by_backend": per_case,
         "models": len({case["model"] for case in present}),
         "wrong": [name for name, case in cases.items() if is_wrong(case)],
+        "busy": [name for name, case in cases.items() if is_busy(case)],
         "not_tuned": [name for name, case in cases.items() if is_untuned(case)],
         "below_0.97": [name for name, case in cases.items() if is_slow(case)],
         "skipped": {case["model"]: case["skipped"] for case in cases.values() if "skipped" in case},
@@ -268,6 +276,11 @@ def speedup_of(case: dict[str, Any], title: str) -> float | None:
 def is_wrong(case: dict[str, Any]) -> bool:
     """coexec gave a wrong answer."""
     return case.get("contenders", {}).get(COEXEC, {}).get("correct") is False
+
+
+def is_busy(case: dict[str, Any]) -> bool:
+    """Others took a part of the machine while the case was timed."""
+    return bool(case.get("foreign_cores", 0.0) > BUSY_CORES)
 
 
 def is_untuned(case: dict[str, Any]) -> bool:
@@ -309,7 +322,7 @@ def print_summary(found: dict[str, Any]) -> None:
         print_means(name, Means(**means))
     print_means("the fastest for each graph", Means(**found["chosen_as_measured"]))
     print(f"best single backend: {found['best_single']}")
-    for title in ("wrong", "not_tuned", "below_0.97"):
+    for title in ("wrong", "busy", "not_tuned", "below_0.97"):
         print(f"{title.replace('_', ' ')}: {', '.join(found[title]) or 'none'}")
     for name, reason in found["skipped"].items():
         print(f"skipped {name}: {reason}")

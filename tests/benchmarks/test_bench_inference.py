@@ -34,7 +34,7 @@ def case(model: str, speedup: float, **facts: Any) -> dict[str, Any]:
 
 def test_the_summary_counts_failures_wrong_and_slow_cases(options: argparse.Namespace) -> None:
     cases = {
-        "a 1": case("a", 4.0),
+        "a 1": case("a", 4.0) | {"foreign_cores": 1.2},
         "b 1": case("b", 9.0, correct=False),
         "c 1": {"model": "c", "batch": 1, "contenders": {}, "problems": {"eager": "it raised"}},
         "d 1": case("d", 0.9, counters={"eager.not tuned": 1}),
@@ -45,8 +45,17 @@ def test_the_summary_counts_failures_wrong_and_slow_cases(options: argparse.Name
     assert found["served"]["coexec"]["failures_dropped"] == pytest.approx((4.0 * 0.9) ** (1 / 2))
     assert (found["served"]["coexec"]["failures"], found["models"]) == (2, 4)
     assert (found["wrong"], found["below_0.97"], found["not_tuned"]) == (["b 1"], ["d 1"], ["d 1"])
+    assert found["busy"] == ["a 1"]
     assert found["skipped"] == {"e": "needs a package"}
     assert found["problems"] == {"c 1": {"eager": "it raised"}}
+
+
+def test_a_line_tells_what_served_and_what_to_doubt(capsys: pytest.CaptureFixture[str]) -> None:
+    bench.print_case("a", 1, case("a", 4.0) | {"foreign_cores": 1.2})
+    bench.print_case("b", 1, case("b", 9.0, correct=False) | {"foreign_cores": 0.1})
+    busy, wrong = capsys.readouterr().out.splitlines()
+    assert "4.000x [3.600, 4.080]  tvm 1, correct; the machine was busy (1.2 cores)" in busy
+    assert wrong.endswith("tvm 1, WRONG")
 
 
 def test_single_backends_come_from_what_the_tuner_measured(
