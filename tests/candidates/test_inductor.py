@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -86,6 +87,6 @@ def test_other_python_threads_run_during_a_call(name: str, tmp_path: Path) -> No
     done.set()
     thread.join()
     inside = [began, *(t for t in ticks if began < t < ended), ended]
-    gap = max(b - a for a, b in zip(inside, inside[1:], strict=False))
+    gap = max(b - a for a, b in itertools.pairwise(inside))
     assert len(inside) > 4
     assert gap < 0.7 * (ended - began), f"another thread stood still for {gap:.3f} s of {ended - began:.3f} s"
