@@ -34,28 +34,44 @@ class Sizes:
 
 
 def read_sizes(program: Program) -> Sizes:
-    """From the placeholders' `meta["val"]`; without symbols where tracing fixed every size."""
-    symbols: dict[str, tuple[int, int | None]] = {}
+    """From the placeholders' `meta["val"]`; without symbols where tracing fixed every size.
+
+    Symbols are called s0, s1 ... by first appearance: tracing the same graph again gives other names.
+    """
+    reader = _SizeReader()
     entries: list[tuple[Size, ...] | Size | None] = []
     for node in program.placeholders():
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, torch.Tensor):
-            entries.append(tuple(_size(s, symbols) for s in value.shape))
+            entries.append(tuple(reader.size(s) for s in value.shape))
         else:
-            entries.append(_size(value, symbols) if isinstance(value, torch.SymInt | int) else None)
-    return Sizes(symbols, tuple(entries))
+            entries.append(reader.size(value) if isinstance(value, torch.SymInt | int) else None)
+    return Sizes(reader.ranges, tuple(entries))
 
 
-def _size(value: torch.SymInt | int, symbols: dict[str, tuple[int, int | None]]) -> Size:
-    if not isinstance(value, torch.SymInt):
-        return int(value)
-    expression = value.node.expr
-    if not isinstance(expression, sympy.Basic) or expression.is_number:
-        return int(expression)
-    for symbol in expression.free_symbols:
-        bounds = value.node.shape_env.var_to_range.get(symbol)
-        symbols[str(symbol)] = (2, None) if bounds is None else (_bound(bounds.lower, 2), _bound(bounds.upper, None))
-    return str(expression)
+class _SizeReader:
+    """Renames symbols while reading."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[str, tuple[int, int | None]] = {}
+        self._renamed: dict[Any, Any] = {}
+
+    def size(self, value: torch.SymInt | int) -> Size:
+        if not isinstance(value, torch.SymInt):
+            return int(value)
+        expression = value.node.expr
+        if not isinstance(expression, sympy.Basic) or expression.is_number:
+            return int(expression)
+        for symbol in sorted(expression.free_symbols, key=str):
+            self._admit(symbol, value.node.shape_env.var_to_range.get(symbol))
+        return str(expression.xreplace(self._renamed))
+
+    def _admit(self, symbol: Any, bounds: Any) -> None:
+        if symbol in self._renamed:
+            return
+        name = f"s{len(self._renamed)}"
+        self._renamed[symbol] = sympy.Symbol(name, integer=True, positive=True)
+        self.ranges[name] = (2, None) if bounds is None else (_bound(bounds.lower, 2), _bound(bounds.upper, None))
 
 
 def _bound(value: Any, unlimited: Any) -> Any:
