@@ -11,7 +11,7 @@ from coexec import tuning
 from coexec.cli.app import PROBLEM, USAGE
 from coexec.cli.tune import describe, progress_bar, tune
 from coexec.subgraphs.entries import Outcome
-from coexec.tuning import AttemptReport, GraphReport, Progress, TuneReport, TuneSettings
+from coexec.tuning import AttemptReport, GraphReport, Progress, TuneReport, TuneSettings, ray_workers
 from tests.cli.conftest import Run
 
 GOOD = GraphReport(
@@ -39,7 +39,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> PlantedTuner:
 
 
 def test_every_option_is_a_limit_of_the_tuner() -> None:
-    names = {parameter.name for parameter in tune.params} - {"as_json"}
+    names = {parameter.name for parameter in tune.params} - {"as_json", "with_ray"}
     assert names <= {field.name for field in dataclasses.fields(TuneSettings)}
 
 
@@ -55,6 +55,20 @@ def test_defaults_are_left_to_the_tuner(run: Run, tuner: PlantedTuner) -> None:
     run("tune")
     assert set(tuner.asked) == {"progress", "retune"}
     assert tuner.asked["retune"] is False
+
+
+def test_ray_gets_the_same_limits(run: Run, tuner: PlantedTuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TuneSettings] = []
+    monkeypatch.setattr(ray_workers, "tune_with_ray", lambda settings: asked.append(settings) or tuner.report)
+    assert run("tune", "--ray", "--budget", "10m").status == 0
+    assert asked == [TuneSettings(budget_s=600.0)]
+
+
+def test_ray_needs_a_store_that_other_machines_reach(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_workers.importlib.util, "find_spec", lambda name: True)
+    answer = run("tune", "--ray")
+    assert answer.status == PROBLEM
+    assert "COEXEC_STORE" in answer.err
 
 
 def test_the_result_names_winners_and_what_was_not_tried(run: Run, tuner: PlantedTuner) -> None:

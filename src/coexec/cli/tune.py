@@ -28,8 +28,9 @@ SHOWN = 16
 @click.option("--threads", type=click.IntRange(min=1), help="Intra-op threads that will serve; default: torch's here.")
 @click.option("--workers", type=click.IntRange(min=1), help="Subgraphs worked on at once; timings take turns.")
 @click.option("--retune", is_flag=True, help="Begin anew with what is decided already.")
+@click.option("--ray", "with_ray", is_flag=True, help="Spread over a Ray cluster; COEXEC_STORE names the store.")
 @json_option
-def tune(subgraphs: tuple[str, ...], as_json: bool, **limits: Any) -> int:
+def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: Any) -> int:
     """Find the fastest right backend for every stored subgraph.
 
     Each attempt runs in processes of its own; wrong, crashing, hanging and memory-eating backends are skipped and
@@ -43,14 +44,20 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, **limits: Any) -> int:
       coexec tune --budget 30m
       coexec tune 3f9c2ab8 --candidates onnxruntime,openvino --retune
     """
+    from coexec.tuning import TuneSettings
     from coexec.tuning import tune as run_tuner
 
     given = {name: value for name, value in limits.items() if value is not None}
     if subgraphs:
         given["subgraphs"] = subgraphs
     _check_candidates(given.get("candidates", ()))
-    with progress_bar() as listener:
-        report = run_tuner(progress=listener, **given)
+    if with_ray:
+        from coexec.tuning.ray_workers import tune_with_ray
+
+        report = tune_with_ray(TuneSettings(**given))
+    else:
+        with progress_bar() as listener:
+            report = run_tuner(progress=listener, **given)
     if subgraphs and not report.graphs:
         raise click.ClickException(f"no stored subgraph with a program begins with {' or '.join(subgraphs)}")
     if as_json:
