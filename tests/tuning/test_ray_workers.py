@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from coexec.subgraphs.entries import Outcome
 from coexec.subgraphs.location import private_location, shared_location
 from coexec.subgraphs.store import Store
-from coexec.subgraphs.trust import Keyring
+from coexec.subgraphs.trust import Keyring, default_keys_folder
 from coexec.tuning import AttemptReport, GraphReport, TuneReport, TuneSettings, ray_workers
 from coexec.tuning.program_file import save_program
 from tests.tuning.graphs import climbing, key_of
@@ -18,10 +20,10 @@ from tests.tuning.graphs import climbing, key_of
 SETTINGS = TuneSettings(threads=1, rounds=(3, 4), busy_retries=0, candidates=("planted-fast", "planted-refuses"))
 
 
-def shared_store(folder: Path) -> Store:
+def shared_store(folder: Path, keys: Path | None = None) -> Store:
     """A store that other machines could reach, with two graphs."""
     location = shared_location(f"sqlite:///{folder}/team.sqlite", folder / "mine")
-    store = Store(location, strict=True, keyring=Keyring(folder / "keys"))
+    store = Store(location, strict=True, keyring=Keyring(keys or folder / "keys"))
     for size in (16, 24):
         save_program(climbing(size), folder / "program")
         store.put_subgraph(key_of(climbing(size)), program=folder / "program")
@@ -66,7 +68,9 @@ def test_a_local_cluster_tunes_every_graph(
     ray = pytest.importorskip("ray", reason="needs Ray: pip install 'coexec[ray]'")
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setenv("COEXEC_STORE", f"sqlite:///{tmp_path}/team.sqlite")
-    store = shared_store(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(planted_folder), *sys.path]))  # Ray's workers inherit it
+    monkeypatch.setenv("HOME", str(tmp_path))  # one user's keys, here and on the nodes
+    store = shared_store(tmp_path, default_keys_folder())
     try:
         report = ray_workers.tune_with_ray(SETTINGS, store=store)
     finally:

@@ -180,6 +180,18 @@ def test_baked_weights_get_a_decision_of_their_own(tmp_path: Path) -> None:
     assert by_constants == {True: "planted-baked", False: "eager"}
 
 
+def test_a_damaged_program_concerns_its_graph_alone(tmp_path: Path) -> None:
+    store = store_with(tmp_path, climbing(16), climbing(24))
+    path = store.program(key_of(climbing(16)).digest)
+    assert path is not None
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-1])
+    report = tune(store, QUICK, candidates=("planted-fast",))
+    by_digest = {graph.subgraph: graph for graph in report.graphs}
+    assert "does not match its checksum" in by_digest[key_of(climbing(16)).digest].reason
+    assert by_digest[key_of(climbing(24)).digest].winner == "planted-fast"
+
+
 def test_limits_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"attempt_s=0.*positive"):
         tune(attempt_s=0)

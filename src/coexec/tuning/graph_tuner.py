@@ -13,7 +13,7 @@ from coexec.backends.candidates.candidate import Candidate
 from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.environment import Environment
-from coexec.subgraphs.errors import UnkeyableGraphError
+from coexec.subgraphs.errors import StoreError, TrustError, UnkeyableGraphError
 from coexec.subgraphs.store import Store
 from coexec.tuning.attempt import EAGER, Attempt, EagerSide, run_attempt
 from coexec.tuning.child import ChildError
@@ -62,12 +62,24 @@ def tune_graph(shop: Workshop, info: SubgraphInfo, tell: Tell) -> GraphReport:
 
 def _facts(shop: Workshop, info: SubgraphInfo) -> tuple[Path, Facts]:
     """The program's file and what its decisions are keyed by; a child reads the program where nobody has yet."""
-    program = shop.store.program(info.digest)
+    program = _program(shop.store, info)
     if program is None:
         raise UntunableError("its program is not stored; run the model once with mode='collect'")
     environment = environment_of(custom_ops_of_text(info.text), shop.threads)
     known = known_facts(shop.store, info.digest, info.program, environment, shop.threads)
     return program, known or _described(shop, info, program, environment)
+
+
+def _program(store: Store, info: SubgraphInfo) -> Path | None:
+    """The stored program. One that is damaged or not trusted concerns its graph, not the run."""
+    try:
+        return store.program(info.digest)
+    except TrustError as error:
+        raise UntunableError(str(error)) from error
+    except StoreError as error:
+        if not error.reason.startswith("artifact"):
+            raise
+        raise UntunableError(f"{error}; run the model once with mode='collect'") from error
 
 
 def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: Environment) -> Facts:
