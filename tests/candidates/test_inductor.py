@@ -16,8 +16,8 @@ from torch._inductor import config
 
 from coexec.backends.candidates import registry
 from coexec.backends.candidates.candidate import CandidateError
-from coexec.backends.candidates.core import split
-from coexec.backends.candidates.inductor.compiled import compiling, draws_random
+from coexec.backends.candidates.core import draws_random, split
+from coexec.backends.candidates.inductor.compiled import compiling
 from tests.candidates.checks import built
 from tests.candidates.samples import handmade, program
 
@@ -46,10 +46,14 @@ def test_default_and_frozen_are_two_candidates() -> None:
     assert registry.get("inductor").options_in_key() != registry.get("inductor-freezing").options_in_key()
 
 
-def test_random_ops_are_told_apart() -> None:
+def test_random_ops_are_told_apart_and_left_to_torch(tmp_path: Path) -> None:
     assert not draws_random(program("mlp").module)
     noisy = handmade(lambda x: (torch.nn.functional.dropout(x, 0.5),), (torch.randn(8),))
     assert draws_random(noisy.module)
+    for name in ("onnxruntime", "openvino", "tvm"):
+        if registry.get(name).availability().usable:
+            with pytest.raises(CandidateError, match="random numbers"):
+                registry.get(name).build(noisy, tmp_path, threads=1, budget_s=1)
 
 
 @pytest.mark.compile

@@ -61,6 +61,12 @@ def test_fusion_by_onednn_graph_is_refused_and_left_as_it_was(tmp_path: Path) ->
         torch.jit.enable_onednn_fusion(False)
 
 
+def test_what_holds_the_gil_says_so() -> None:
+    """The Static Runtime's binding keeps it for the whole call; nothing in Python can let it go."""
+    held = [name for name, candidate in registry.candidates().items() if getattr(candidate, "holds_gil", False)]
+    assert held == ["static-runtime"]
+
+
 def test_no_switch_of_the_process_is_changed(tmp_path: Path) -> None:
     built(registry.get("optimize-for-inference"), program("mlp"), tmp_path)
     assert not torch.jit.onednn_fusion_enabled()

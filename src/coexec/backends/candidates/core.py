@@ -74,6 +74,11 @@ def is_view(node: Node) -> bool:
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
+def draws_random(module: GraphModule) -> bool:
+    """Whether an op of the graph draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in module.graph.nodes)
+
+
 class _Split:
     def __init__(self, program: Program, row_major: bool, bind_static: bool) -> None:
         self.program, self.row_major, self.bind_static = program, row_major, bind_static

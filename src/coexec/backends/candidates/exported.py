@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule
 
 from coexec.backends.candidates.candidate import CandidateError
-from coexec.backends.candidates.core import Core, split
+from coexec.backends.candidates.core import Core, draws_random, split
 from coexec.backends.candidates.program import Program
 
 
@@ -22,6 +22,8 @@ def foreign_core(name: str, program: Program, *, bind_static: bool = True) -> Co
     core = split(program, row_major=True, bind_static=bind_static)
     if not core.live:
         raise CandidateError(name, "the graph has no input that changes between calls")
+    if draws_random(core.module):
+        raise CandidateError(name, "it draws random numbers, which this runtime would take from another generator")
     tensors = [*core.examples, *(torch.empty(o.sizes, device="meta") for o in core.outputs if o.sizes is not None)]
     if any(t.numel() == 0 for t in tensors):
         raise CandidateError(name, "a tensor without elements: there is nothing to gain, and other runtimes misread it")

@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch.fx import Graph, GraphModule
 
 from coexec.backends.candidates.candidate import CandidateError
-from coexec.backends.candidates.core import Core
+from coexec.backends.candidates.core import Core, draws_random
 from coexec.backends.candidates.exported import quiet
 
 
@@ -50,11 +50,6 @@ def _exists(key: str) -> bool:
     for part in path:
         holder = getattr(holder, part, None)
     return hasattr(holder, last)
-
-
-def draws_random(module: GraphModule) -> bool:
-    """Whether an op of the graph draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in module.graph.nodes)
 
 
 def with_weights(core: Core) -> GraphModule:
