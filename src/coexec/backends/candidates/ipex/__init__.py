@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from coexec.backends.candidates.candidate import Availability, Runner
+from coexec.backends.candidates.candidate import Availability, CandidateError, Runner
 from coexec.backends.candidates.installed import version_of
 from coexec.backends.candidates.program import Program
 from coexec.backends.candidates.torch_version import torch_release, torch_version
@@ -18,7 +18,7 @@ WORKS_WITH = "intel-extension-for-pytorch 2.8.0 with torch 2.8.0, the last relea
 
 
 class Ipex:
-    """Traced and frozen after `ipex.optimize`-style weight prepacking passes; weights are put in at load."""
+    """Traced, and frozen at load with the passes that the import of IPEX registers."""
 
     name = "ipex"
     bakes_constants = False
@@ -39,23 +39,22 @@ class Ipex:
         return {"version": version_of(DISTRIBUTION)}
 
     def build(self, program: Program, folder: Path, *, threads: int, budget_s: float) -> Mapping[str, object]:
+        self._check()
         from coexec.backends.candidates.ipex.heavy import build
 
-        return build(self._checked(program), folder)
+        return build(program, folder)
 
     def load(self, folder: Path, metadata: Mapping[str, object], program: Program, *, threads: int) -> Runner:
+        self._check()
         from coexec.backends.candidates.ipex.heavy import load
 
-        return load(folder, self._checked(program))
+        return load(folder, program)
 
-    def _checked(self, program: Program) -> Program:
-        from coexec.backends.candidates.candidate import CandidateError
-
+    def _check(self) -> None:
+        """Before the import: beside another torch it ends the process (its own os.exit)."""
         available = self.availability()
         if not available.usable:
-            # Importing it beside another torch ends the process (its own os.exit), so this has to come first.
             raise CandidateError(self.name, f"{available.reason}; works with {available.works_with}")
-        return program
 
 
 CANDIDATES = (Ipex(),)
