@@ -34,6 +34,7 @@ from coexec.tuning.verify import verify_quickly
 log = logging.getLogger("coexec.choose")
 
 EAGER = "eager"
+WRONG = "wrong on live inputs"
 EVENTS = 200
 
 
@@ -158,18 +159,26 @@ def environment_here(graph: Graph) -> Environment:
 
 def install(store: Store, graph: Graph, decision: Decision, inputs: Sequence[Any]) -> Installed:
     """Load the decision's artifact and check it on `inputs`; nothing is compiled. Errors: NotInstalledError."""
-    program = graph.program(inputs)
-    run = _loaded(store, decision, program)
-    try:
-        report = verify_quickly(program, run, inputs)
-    except Exception as error:
-        raise NotInstalledError("fails on live inputs", f"{decision.backend}: {error!r:.300}") from error
-    if not report.accepted:
-        store.forget_decision(decision)  # a wrong answer is not to be tried again by every process that starts
-        raise NotInstalledError("wrong on live inputs", f"{decision.backend}: {'; '.join(report.problems[:3])}")
+    run = _loaded(store, decision, graph.program(inputs))
     installed = Installed(decision.backend, run, graph.static_inputs, values_matter=_holds_values(decision))
+    try:
+        check_at(graph, installed, inputs)
+    except NotInstalledError as error:
+        if error.reason == WRONG:
+            store.forget_decision(decision)  # a wrong answer is not to be tried again by every process that starts
+        raise
     installed.bind(inputs)
     return installed
+
+
+def check_at(graph: Graph, installed: Installed, inputs: Sequence[Any]) -> None:
+    """Compare one call with eager on live inputs, which are left alone. Errors: NotInstalledError."""
+    try:
+        report = verify_quickly(graph.program(inputs), installed.run, inputs)
+    except Exception as error:
+        raise NotInstalledError("fails on live inputs", f"{installed.backend}: {error!r:.300}") from error
+    if not report.accepted:
+        raise NotInstalledError(WRONG, f"{installed.backend}: {'; '.join(report.problems[:3])}")
 
 
 def remember(store: Store, graph: Graph, inputs: Sequence[Any]) -> bool:

@@ -36,6 +36,9 @@ OPTIONS = ("mode", "tune")
 CALLS_WITHOUT_BACKWARD = 3
 """A forward graph that has run so often without a backward is not waited for any longer."""
 
+CHECKED_SIZES = 16
+"""At so many different sizes a candidate for a dynamic graph is compared with eager before it is trusted at all."""
+
 MAX_CHANGES = 8
 """A graph whose weights are replaced more often stays eager: binding anew costs more than it gains."""
 
@@ -129,22 +132,56 @@ class Site:
         self.installed: Installed | None = None
         self.settled = False  # chosen: no more looking up
         self.changes = 0  # how often its weights were replaced or written
+        self.sizes: set[tuple[int, ...]] = set()  # of a dynamic graph, at which the candidate was compared with eager
         self.choosing = threading.Lock()
         self.graph = self._graph(inputs)
         self.unkeyable = self.graph is None
 
     def __call__(self, inputs: list[Any]) -> Any:
         installed = self.installed
-        if installed is not None:
-            if installed.fits(inputs):
-                return installed.run(*inputs)
+        if installed is not None and not installed.fits(inputs):
             installed = self._changed(inputs)
-        elif not self.settled:
+        elif installed is None and not self.settled:
             installed = self._choose(inputs)
-        run = self.eager if installed is None else installed.run
+        if installed is not None and self.graph is not None and self.graph.dynamic:
+            installed = self._checked(installed, inputs)
+        if installed is None:
+            return self._eagerly(inputs)
+        try:
+            return installed.run(*inputs)
+        except Exception as error:
+            return self._failed(inputs, error)
+
+    def _eagerly(self, inputs: list[Any]) -> Any:
         arguments = tuple(inputs)
         inputs.clear()  # saved activations may be freed while the graph runs
-        return run(*arguments)
+        return self.eager(*arguments)
+
+    def _failed(self, inputs: list[Any], error: Exception) -> Any:
+        """The candidate raised. Where eager raises too, the error is the user's, and eager's own words reach them."""
+        returned = self._eagerly(inputs)
+        self._uninstall("eager.failed while serving", f"{self.note}: {error!r:.300}")
+        return returned
+
+    def _checked(self, installed: Installed, inputs: Sequence[Any]) -> Installed | None:
+        """Once more compared with eager at sizes that are new: it was tuned and installed at others."""
+        assert self.graph is not None
+        sizes = tuple(value for value in inputs if type(value) is int)
+        if sizes in self.sizes or len(self.sizes) >= CHECKED_SIZES:
+            return installed
+        self.sizes.add(sizes)
+        if len(self.sizes) == 1:
+            return installed  # it has just been installed at these
+        try:
+            choose.check_at(self.graph, installed, inputs)
+        except NotInstalledError as error:
+            self._uninstall(f"eager.{error.reason}", f"{self.note}, sizes {sizes}: {error}")
+            return None
+        return installed
+
+    def _uninstall(self, name: str, text: str) -> None:
+        self.installed, self.settled = None, True
+        choose.count(name, text)
 
     def _graph(self, inputs: Sequence[Any]) -> Graph | None:
         training = self.kind != "inference"

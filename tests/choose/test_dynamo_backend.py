@@ -212,6 +212,32 @@ def test_dynamic_sizes_are_one_graph_with_a_class_per_size(store: Store) -> None
     assert torch.equal(program.run_eagerly(*sizes, x)[0], torch.relu(x) * 2 + 1)
 
 
+def test_a_candidate_for_a_dynamic_graph_is_checked_at_every_new_size(store: Store) -> None:
+    x = torch.randn(16, 17)
+    run = compiled(climb, "collect", dynamic=True)
+    run(x)
+    for info in store.subgraphs():
+        decide(store, info.digest, "planted-rigid")
+    choose.reset_counters()
+    run = compiled(climb, dynamic=True)
+    for _ in range(2):
+        assert torch.equal(run(x), climb(x))
+    assert choose.counters() == {"serve.planted-rigid": 1}
+    other = torch.randn(15, 14)
+    assert torch.equal(run(other), climb(other))
+    assert choose.counters()["eager.wrong on live inputs"] == 1
+
+
+def test_a_candidate_that_raises_gives_way_to_eager(store: Store) -> None:
+    x = torch.rand(16, 16)
+    tuned(store, "planted-picky", climb, x)
+    run = compiled(climb)
+    assert torch.equal(run(x), x + STEPS)
+    assert torch.equal(run(-x), climb(-x))
+    assert choose.counters() == {"serve.planted-picky": 1, "eager.failed while serving": 1}
+    assert torch.equal(run(x), climb(x))
+
+
 def test_a_graph_without_a_key_runs_eagerly(store: Store) -> None:
     @torch.library.custom_op("coexec_tests::nameless", mutates_args=())
     def nameless(x: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,7 @@ class Runs:
 
     def __init__(self, program: Program, steps: int) -> None:
         self.program, self.steps, self.kept = program, steps, []
+        self.numbers = [value for value in program.inputs if isinstance(value, int)]
         self.weights = [program.inputs[position].clone() for position in program.static_inputs]
 
     def fast(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -110,6 +111,17 @@ class Runs:
         torch.rand(1)
         return self.program.run_eagerly(*inputs)
 
+    def rigid(self, *inputs: Any) -> tuple[Any, ...]:
+        """Right at the sizes it was loaded for, wrong at others."""
+        returned = self.program.run_eagerly(*inputs)
+        return returned if list(inputs[:-1]) == self.numbers else tuple(value + 1 for value in returned)
+
+    def picky(self, *inputs: Any) -> tuple[Any, ...]:
+        """Refuses inputs that are not all positive."""
+        if bool((inputs[0] < 0).any()):
+            raise ValueError("I do not like these inputs")
+        return self.fast(*inputs)
+
     def leak(self, *inputs: Any) -> tuple[Any, ...]:
         while True:
             self.kept.append(torch.ones(8 << 20))  # 32 MiB, touched
@@ -123,7 +135,7 @@ BEHAVIOURS = (
 
 def candidates() -> list[Planted]:
     """The entry point; PLANTED narrows it down, PLANTED_VERSION is the version of all of them."""
-    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked", "sleeper"]
+    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked", "sleeper", "rigid", "picky"]
     version = os.environ.get("PLANTED_VERSION", "1")
     return [Planted(f"planted-{name}", name == "baked", version) for name in wanted]
 
