@@ -76,7 +76,21 @@ def is_view(node: Node) -> bool:
 
 def draws_random(module: GraphModule) -> bool:
     """Whether an op of the graph draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in module.graph.nodes)
+    return any(_draws(node) for node in module.graph.nodes)
+
+
+def _draws(node: Node) -> bool:
+    """Attention kernels are tagged as random for their dropout, also when it is off."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    names = [formal.name for formal in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return given != 0.0
 
 
 class _Split:
