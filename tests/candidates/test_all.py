@@ -157,7 +157,7 @@ def test_a_batch_of_no_elements_is_right_or_refused(name: str, tmp_path: Path) -
             built(registry.get(name), empty, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["torchscript", "onnxruntime", "openvino"])
+@pytest.mark.parametrize("name", ["torchscript", "onnxruntime"])
 def test_forward_and_backward_graphs_of_training_are_programs_too(name: str, tmp_path: Path) -> None:
     if not registry.get(name).availability().usable:
         pytest.skip(registry.get(name).availability().reason)
