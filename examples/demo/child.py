@@ -1,19 +1,22 @@
 """A contender in a process of its own: its thread pool, memory and caches disturb nobody else's.
 
 `Child` is the parent's side. The child (`python -m examples.demo.child PROGRAM VARIANT STEPS`) reads one JSON request
-per line and answers each with one JSON line.
+per line and answers each with one JSON line. A benchmark with other questions has a module of its own that calls
+`serve`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -47,12 +50,13 @@ class Child:
         variant: str,
         name: str = "",
         environment: Mapping[str, str] = {},
+        module: str = "examples.demo.child",
         steps: int = SCHEDULE_STEPS,
     ) -> None:
         self.name = name or variant
         search = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "examples.demo.child", program, variant, str(steps)],
+            [sys.executable, "-m", module, program, variant, str(steps)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -119,6 +123,35 @@ class Child:
         return self._process.returncode
 
 
+class AwakeInTurn:
+    """A child that runs during its turns only: in between it is stopped, so that not even an idle thread of it spins.
+
+    Use it as a context manager: after the block the child runs again, and can end.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self.name, self._child = child.name, child
+
+    def __enter__(self) -> AwakeInTurn:
+        self._signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._signal(signal.SIGCONT)
+
+    def run_block(self, lead_in: int, steps: int, one_by_one: bool) -> float:
+        """See `paired.Contender`."""
+        self._signal(signal.SIGCONT)
+        try:
+            return self._child.run_block(lead_in, steps, one_by_one)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.session, number)
+
+
 class ChildRunner:
     """A variant as the demo's race wants it, in a process of its own (see `race.Contender`)."""
 
@@ -177,16 +210,20 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def main() -> None:
-    """The child's loop: requests on stdin, answers on what was stdout."""
+def serve(make_worker: Callable[[str, str], Any]) -> None:
+    """The child's loop: requests on stdin, answers on what was stdout.
+
+    Args:
+        make_worker: gets the program and the variant; each `do_<command>` of what it returns answers one command.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the program prints goes to stderr, not among the answers
-    worker: Worker | None = None
+    worker: Any = None
     for line in sys.stdin:
         request = json.loads(line)
         command = request.pop("command")
         try:
-            worker = worker or Worker(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+            worker = worker or make_worker(sys.argv[1], sys.argv[2])
             answer = getattr(worker, f"do_{command}")(**request)
         except Exception as error:
             answer = {"error": str(error), "kind": type(error).__name__}
@@ -294,4 +331,4 @@ def resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda program, variant: Worker(program, variant, int(sys.argv[3])))

@@ -1,10 +1,37 @@
 """coexec: run any PyTorch program as it was written, at the speed of one compiled graph."""
 
-from coexec.api import CoExecModule, CoExecutable, compile, materialize, reset, step
-from coexec.intercept.native import install_wrappers
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from coexec.torch_import import after_torch_is_imported
+
+if TYPE_CHECKING:
+    from coexec.api import CoExecModule, CoExecutable, compile, materialize, reset, step
 
 __all__ = ["CoExecModule", "CoExecutable", "compile", "materialize", "reset", "step"]
 __version__ = "0.1.0"
 
-# Now, not when the first step runs: programs capture functions (`from torch import tensor`) right after their imports.
-install_wrappers()
+
+def __getattr__(name: str) -> Any:
+    """The public names on first use (PEP 562): the command line and a store's tools start without importing torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("coexec.api"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _install_wrappers() -> None:
+    from coexec.intercept.native import install_wrappers
+
+    install_wrappers()
+
+
+# Not when the first step runs: programs capture functions (`from torch import tensor`) right after their imports.
+after_torch_is_imported(_install_wrappers)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from coexec import choose
 from coexec.backends.cache import Artifact, Failure
 from coexec.backends.key import artifact_key
 from coexec.backends.snapshot import delete_snapshot
@@ -60,7 +61,7 @@ def compile_worker() -> CompileWorker:
     """Returns the compile worker of this process; steps share it."""
     global _worker
     if _worker is None:
-        _worker = CompileWorker()
+        _worker = CompileWorker(choose.segment_cache())
     return _worker
 
 

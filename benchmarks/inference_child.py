@@ -1,0 +1,171 @@
+"""One model of the catalog in one variant in a process: `python -m benchmarks.inference_child MODEL VARIANT`.
+
+Variants: "eager"; "collect" stores the graphs that Dynamo makes; "coexec" serves what the store knows; "inductor" is
+torch.compile as it is. See `child.serve` for how it is asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import catalog
+from benchmarks.models.build import Missing
+from examples.demo.child import resident_bytes, serve
+
+EAGER, COLLECT, COEXEC, INDUCTOR = "eager", "collect", "coexec", "inductor"
+WARM_CALLS = 5
+CHECK_SEEDS = (1, 2)
+
+
+class Worker:
+    """What the child can be asked to do: one method per command."""
+
+    def __init__(self, name: str, variant: str) -> None:
+        torch.set_grad_enabled(False)
+        self.variant = variant
+        self.problem = ""
+        try:
+            self.model = catalog.build(name)
+        except Missing as missing:
+            self.problem = str(missing)
+            return
+        self.run: Callable[..., Any] = compiled(self.model.module, variant)
+        self.inputs: tuple[Tensor, ...] = ()
+
+    def do_ready(self) -> dict[str, Any]:
+        """Answers once the model is built: with what it lacks, or ""."""
+        return {"missing": self.problem, "pid": os.getpid(), "threads": torch.get_num_threads()}
+
+    def do_collect(self, batches: list[int]) -> dict[str, Any]:
+        """Runs the model once per batch size; answers with the digests of the graphs that it met, in order."""
+        from coexec import choose
+
+        graphs: dict[str, list[str]] = {}
+        for batch in batches:
+            with graphs_stored() as met:
+                self.run(*self.model.inputs(batch))
+            graphs[str(batch)] = met
+        return {"graphs": graphs, "counters": choose.counters(), "explain": choose.explain()}
+
+    def do_warm(self, batch: int) -> dict[str, Any]:
+        """Fixes the batch size; compiles or installs, and runs a few times."""
+        self.inputs = self.model.inputs(batch)
+        start_s = time.perf_counter()
+        self.run(*self.inputs)
+        first_s = time.perf_counter() - start_s
+        for _ in range(WARM_CALLS):
+            self.run(*self.inputs)
+        return {"first_s": first_s, "rss_bytes": resident_bytes(), **self._account()}
+
+    def do_check(self, batch: int) -> dict[str, Any]:
+        """Compares with eager and with float64 on several inputs; `excess` above 1 is wrong (see `excess_of`)."""
+        reference = copy.deepcopy(self.model.module).double()
+        worst = 0.0
+        for seed in CHECK_SEEDS:
+            inputs = self.model.inputs(batch, seed)
+            exact = reference(*(value.double() if value.is_floating_point() else value for value in inputs))
+            answers = (self.run(*inputs), self.model.module(*inputs), exact)
+            worst = max(worst, excess_of(*(catalog.outputs_of(answer) for answer in answers)))
+        return {"excess": worst, "correct": worst <= 1.0}
+
+    def do_block(self, lead_in: int, steps: int, one_by_one: bool) -> dict[str, Any]:
+        """Runs one turn; see `paired.Contender`."""
+        for _ in range(lead_in):
+            self.run(*self.inputs)
+        if one_by_one:
+            return {"seconds": median(self._timed(1) for _ in range(steps))}
+        return {"seconds": self._timed(steps) / steps}
+
+    def _timed(self, steps: int) -> float:
+        start_s = time.perf_counter()
+        for _ in range(steps):
+            self.run(*self.inputs)
+        return time.perf_counter() - start_s
+
+    def _account(self) -> dict[str, Any]:
+        if self.variant != COEXEC:
+            return {}
+        from coexec import choose
+
+        return {"counters": choose.counters(), "explain": choose.explain()}
+
+
+def compiled(module: torch.nn.Module, variant: str) -> Callable[..., Any]:
+    """The model as the variant runs it."""
+    if variant == EAGER:
+        return module
+    # Without it Dynamo breaks the graph at each LSTM and GRU and gives up the call: there would be nothing to compare.
+    torch._dynamo.config.allow_rnn = True
+    if variant == INDUCTOR:
+        return torch.compile(module, dynamic=False)
+    mode = "collect" if variant == COLLECT else "serve"
+    return torch.compile(module, backend=coexec_backend(), options={"mode": mode}, dynamic=False)
+
+
+def coexec_backend() -> Any:
+    """The name where the package is installed, the function where it runs from a checkout."""
+    from torch._dynamo.backends.registry import list_backends
+
+    if "coexec" in list_backends(exclude_tags=()):
+        return "coexec"
+    from coexec.dynamo_backend import coexec_backend as function
+
+    return function
+
+
+class graphs_stored:  # noqa: N801 - used as a statement
+    """Within the block, notes the digest of each graph that is handed to the store, one entry per place of use."""
+
+    def __enter__(self) -> list[str]:
+        from coexec import choose
+
+        met: list[str] = []
+        self.original = original = choose.remember
+
+        def remember(store: Any, graph: Any, inputs: Any) -> bool:
+            met.append(graph.key.digest)
+            return original(store, graph, inputs)
+
+        choose.remember = remember
+        return met
+
+    def __exit__(self, *exception: object) -> None:
+        from coexec import choose
+
+        choose.remember = self.original
+
+
+def excess_of(given: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> float:
+    """How far `given` is from float64, in units of what is allowed: max(2 x eager's distance, 16 eps x magnitude).
+
+    Infinite for other shapes, dtypes, numbers of outputs, or values that are not finite where eager's are.
+    """
+    if [(x.shape, x.dtype) for x in given] != [(x.shape, x.dtype) for x in eager]:
+        return float("inf")
+    return max((_excess(*triple) for triple in zip(given, eager, exact, strict=True)), default=0.0)
+
+
+def _excess(given: Tensor, eager: Tensor, exact: Tensor) -> float:
+    if not given.is_floating_point():
+        return 0.0 if torch.equal(given, eager) else float("inf")
+    if given.numel() == 0:
+        return 0.0
+    exact = exact.double()
+    distance, of_eager = (float((x.double() - exact).abs().max()) for x in (given, eager))
+    allowed = max(2 * of_eager, 16 * torch.finfo(given.dtype).eps * float(exact.abs().max()))
+    if allowed == 0.0:
+        return 0.0 if distance == 0.0 else float("inf")
+    excess = distance / allowed
+    return excess if excess == excess else float("inf")
+
+
+if __name__ == "__main__":
+    serve(Worker)

@@ -1,0 +1,49 @@
+"""Tensors as the handles of AOTInductor's C interface, and calls through ctypes, which let go of the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+class Library:
+    """A model container in a shared library. Its stock Python bindings hold the GIL for the whole call; this does not.
+
+    A library that calls custom ops needs torch's proxy executor and cannot be run this way.
+    """
+
+    def __init__(self, path: Path, n_outputs: int) -> None:
+        self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+        self._n_outputs = n_outputs
+        self._container = ctypes.c_void_p()
+        create = self._library.AOTInductorModelContainerCreateWithDevice
+        _check(create(ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", None), "create")
+        self._run = self._library.AOTInductorModelContainerRun
+        self._lock = threading.Lock()  # one model: the container would let a second caller wait while spinning
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One call; inputs keep their owners, outputs are new tensors."""
+        n = len(inputs)
+        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
+        given = (ctypes.c_void_p * n)(*(_pointer_of(capsule, None) for capsule in capsules))
+        returned = (ctypes.c_void_p * self._n_outputs)()
+        sizes = ctypes.c_size_t(n), ctypes.c_size_t(self._n_outputs)
+        with self._lock:  # handles in `given` belong to the callee from here on
+            status = self._run(self._container, given, sizes[0], returned, sizes[1], None, None)
+        _check(status, "run")
+        handles: Any = [_new_capsule(pointer, None, None) for pointer in returned]
+        return list(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(handles))
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"AOTInductor failed to {what} (its message is on stderr)")

@@ -1,0 +1,148 @@
+"""`tune`: finds the fastest right candidate for every stored graph that is not decided yet, within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coexec.backends.candidates import registry
+from coexec.backends.candidates.candidate import Candidate
+from coexec.config import private_cache_dir
+from coexec.subgraphs.entries import Outcome, SubgraphInfo
+from coexec.subgraphs.store import Store
+from coexec.tuning.graph_tuner import Workshop, is_eager, tune_graph
+from coexec.tuning.markers import Markers
+from coexec.tuning.nursery import Nursery
+from coexec.tuning.report import GraphReport, Progress, TuneReport
+from coexec.tuning.roster import Roster
+from coexec.tuning.settings import TuneSettings
+
+Listener = Callable[[Progress], None]
+
+
+def tune(
+    store: Store | None = None,
+    settings: TuneSettings | None = None,
+    *,
+    progress: Listener | None = None,
+    **limits: Any,
+) -> TuneReport:
+    """Tune every stored graph that is not decided in this environment; resume where an earlier run ended.
+
+    Args:
+        store: default: the store of the settings. It is used as a strict one.
+        settings: limits; or give the fields of :class:`TuneSettings` as keywords (`budget_s=60`).
+        progress: hears every event, from any of the workers' threads, one at a time.
+
+    Returns:
+        What was tried and decided. Everything in it is in the store already.
+
+    Raises:
+        StoreError: the store cannot be used. CandidateError: a name in `candidates` is none. ValueError: a limit.
+
+    Example::
+
+        report = tune(budget_s=600, progress=lambda event: print(event.stage, event.candidate))
+    """
+    settings = replace(settings or TuneSettings(), **limits)
+    run = _Run(_strict(store), settings, progress or (lambda event: None))
+    return run.run()
+
+
+class _Run:
+    """One run of the tuner."""
+
+    def __init__(self, store: Store, settings: TuneSettings, progress: Listener) -> None:
+        self.settings, self.progress = settings, progress
+        self.start_s = time.monotonic()
+        self.stopped = False
+        self.telling = threading.Lock()
+        chosen = _chosen(settings.candidates)
+        self.unavailable = {c.name: a.reason for c in chosen if not (a := c.availability()).usable}
+        markers = Markers(_marks_of(store))
+        threads = settings.threads or torch.get_num_threads()
+        self.nursery = Nursery(threads)
+        self.shop = Workshop(
+            store=store,
+            markers=markers,
+            roster=Roster(markers, self.nursery, settings.memory_bytes),
+            settings=settings,
+            candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
+            threads=threads,
+            deadline_s=self.deadline_s,
+        )
+
+    def run(self) -> TuneReport:
+        """All graphs."""
+        graphs = _selected(self.shop.store, self.settings.subgraphs)
+        numbered = list(enumerate(graphs))
+        with contextlib.closing(self.nursery):
+            if self.settings.workers == 1:
+                reports = [self.tune_one(number, info, len(graphs)) for number, info in numbered]
+            else:
+                self.nursery.prepare()  # from this thread: the kernel ends it with the thread that started it
+                reports = self.in_parallel(numbered, len(graphs))
+        elapsed_s = time.monotonic() - self.start_s
+        return TuneReport(tuple(reports), self.unavailable, elapsed_s, time.monotonic() > self.deadline_s())
+
+    def in_parallel(self, numbered: Iterable[tuple[int, SubgraphInfo]], graphs: int) -> list[GraphReport]:
+        """The graphs over worker threads; an interrupt ends what they wait for."""
+        with ThreadPoolExecutor(self.settings.workers, thread_name_prefix="coexec-tune") as pool:
+            futures = [pool.submit(self.tune_one, number, info, graphs) for number, info in numbered]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                self.stopped = True  # every wait of a worker ends at the deadline
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.shop.roster.end_all()
+                raise
+
+    def tune_one(self, number: int, info: SubgraphInfo, graphs: int) -> GraphReport:
+        """One graph, with its events."""
+
+        def tell(candidate: str, stage: str, outcome: Outcome | None, speedup: float | None) -> None:
+            with self.telling:
+                self.progress(Progress(number, graphs, info.digest, info.note, candidate, stage, outcome, speedup))
+
+        if time.monotonic() > self.deadline_s():
+            return GraphReport(info.digest, info.note, reason="the budget was spent before its turn")
+        tell("", "start", None, None)
+        report = tune_graph(self.shop, info, tell)
+        tell("", "done", None, report.speedup)
+        return report
+
+    def deadline_s(self) -> float:
+        """Monotonic time at which everything is to end."""
+        if self.stopped:
+            return -math.inf
+        return math.inf if self.settings.budget_s is None else self.start_s + self.settings.budget_s
+
+
+def _strict(store: Store | None) -> Store:
+    if store is None:
+        return Store(strict=True)
+    return Store(store.location, strict=True, keyring=store.keyring)
+
+
+def _chosen(names: Sequence[str] | None) -> list[Candidate]:
+    return list(registry.candidates().values()) if names is None else [registry.get(name) for name in names]
+
+
+def _selected(store: Store, prefixes: Sequence[str] | None) -> list[SubgraphInfo]:
+    """Stored graphs with a program, last used first."""
+    found = [info for info in store.subgraphs() if info.program]
+    return found if prefixes is None else [i for i in found if any(i.digest.startswith(prefix) for prefix in prefixes)]
+
+
+def _marks_of(store: Store) -> Path:
+    """Beside the store of this user: claims are between tuners of one machine, decisions are shared by the store."""
+    return private_cache_dir("tuning") / "marks" if store.location.shared else store.location.folder / "marks"

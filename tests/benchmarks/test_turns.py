@@ -1,0 +1,66 @@
+"""A contender in a process of its own stands still while others have the turn."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo.child import AwakeInTurn
+
+
+class Sleeper:
+    """Stands for a child: a process that could run."""
+
+    name = "sleeper"
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        self.session = self.process.pid
+        self.seen: list[str] = []
+
+    def run_block(self, lead_in: int, steps: int, one_by_one: bool) -> float:
+        self.seen.append(settled(lambda: state_of(self.session) != "T", self.session))
+        return 0.5
+
+    def state(self) -> str:
+        return state_of(self.session)
+
+
+def state_of(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def settled(reached: Callable[[], bool], process: int) -> str:
+    """The state after a signal has arrived: a moment later than it was sent."""
+    deadline_s = time.monotonic() + 10
+    while not reached() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return state_of(process)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Sleeper]:
+    made = Sleeper()
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def test_it_runs_in_its_turn_only(sleeper: Any) -> None:
+    with AwakeInTurn(sleeper) as contender:
+        assert settled(lambda: sleeper.state() == "T", sleeper.session) == "T"
+        assert contender.run_block(1, 3, True) == 0.5
+        assert sleeper.seen != ["T"]
+        assert settled(lambda: sleeper.state() == "T", sleeper.session) == "T"
+    assert settled(lambda: sleeper.state() != "T", sleeper.session) != "T"
+
+
+def test_a_child_that_died_is_no_error_here(sleeper: Any) -> None:
+    with AwakeInTurn(sleeper):
+        sleeper.process.kill()
+        sleeper.process.wait()

@@ -1,0 +1,52 @@
+"""What messages and docs tell people to type exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from coexec.cli.app import coexec, main
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [*ROOT.glob("src/coexec/**/*.py"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md")]
+MENTION = re.compile(r"`(coexec [a-z][^`\n]*)`")
+
+
+def mentions() -> dict[str, str]:
+    """Every command in backticks, with a file that says it."""
+    return {match: file.name for file in FILES for match in MENTION.findall(file.read_text())}
+
+
+def unknown_part(words: list[str]) -> str:
+    """The first word that is no command and no option, "" if all are known."""
+    command: click.Command = coexec
+    while isinstance(command, click.Group) and words:
+        if words[0] not in command.commands:
+            return words[0]
+        command = command.commands[words.pop(0)]
+    options = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    return next((word for word in words if word.startswith("-") and word not in options), "")
+
+
+@pytest.mark.parametrize("command", mentions())
+def test_every_command_that_is_mentioned_exists(command: str) -> None:
+    words = shlex.split(re.sub(r"[\[\]]", "", command))[1:]
+    assert unknown_part(words) == "", f"{command!r} in {mentions()[command]}"
+
+
+def test_the_check_of_mentions_finds_what_does_not_exist() -> None:
+    assert unknown_part(["db", "defragment"]) == "defragment"
+    assert unknown_part(["db", "prune", "--everything"]) == "--everything"
+    assert len(mentions()) >= 8
+
+
+def test_the_installed_script_is_this_program() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["coexec"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main

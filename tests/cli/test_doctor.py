@@ -1,0 +1,118 @@
+"""`coexec doctor` names what is missing and what to do about it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coexec.backends.candidates import registry
+from coexec.backends.candidates.candidate import Availability
+from coexec.cli.app import PROBLEM
+from coexec.report import diagnosis
+from tests.cli.conftest import Run
+
+
+class Planted:
+    """A candidate whose detection says what the test wants."""
+
+    bakes_constants = False
+
+    def __init__(self, name: str, found: Availability | Exception) -> None:
+        self.name, self.found = name, found
+
+    def availability(self) -> Availability:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def check_of(document: Mapping[str, Any], part: str) -> dict[str, Any]:
+    return next(check for check in document["checks"] if check["part"] == part)
+
+
+def test_this_machine_is_well(run: Run) -> None:
+    answer = run("doctor", "--json")
+    assert answer.status == 0
+    document = answer.json()
+    assert document["ok"]
+    parts = ["python", "torch", "compiler", "Python.h", "ninja", "cpu", "threads", "cache", "store", "keys"]
+    assert [check["part"] for check in document["checks"]] == parts
+    eager = next(state for state in document["backends"] if state["name"] == "eager")
+    assert eager["usable"]
+    assert eager["reason"] == ""
+
+
+def test_it_makes_nothing(run: Run, home: Path) -> None:
+    assert "does not exist yet" in check_of(run("doctor", "--json").json(), "store")["found"]
+    assert list(home.iterdir()) == []
+
+
+def test_a_missing_compiler_is_a_problem_with_advice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    answer = run("doctor", "--json")
+    assert answer.status == PROBLEM
+    assert "apt-get install g++" in check_of(answer.json(), "compiler")["advice"]
+
+
+def test_a_store_that_others_can_write_is_a_problem(run: Run, home: Path) -> None:
+    folder = home / "cache" / "subgraphs"
+    folder.mkdir(parents=True)
+    (folder / "store.sqlite").touch()
+    folder.chmod(0o777)
+    check = check_of(run("doctor", "--json").json(), "store")
+    assert check["status"] == "problem"
+    assert "writable by others" in check["found"]
+
+
+def test_a_shared_store_without_keys_is_a_warning(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COEXEC_STORE", f"sqlite:///{home}/team.sqlite")
+    document = run("doctor", "--json").json()
+    assert check_of(document, "keys")["status"] == "warning"
+    assert "coexec db key --create" in check_of(document, "keys")["advice"]
+
+
+def test_another_torch_leaves_the_database_side(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.8.0+cpu")
+    answer = run("doctor", "--json")
+    assert answer.status == 0
+    check = check_of(answer.json(), "torch")
+    assert check["status"] == "warning"
+    assert "2.13" in check["advice"]
+
+
+def test_without_torch_it_still_answers(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    answer = run("doctor", "--json")
+    assert answer.status == PROBLEM
+    assert check_of(answer.json(), "torch")["advice"] == "pip install torch"
+
+
+def test_backends_say_why_not_and_what_would_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {
+        "old": Planted("old", Availability(False, "needs an older torch", works_with="torch 2.8")),
+        "broken": Planted("broken", ImportError("no such symbol")),
+    }
+    monkeypatch.setattr(registry, "candidates", lambda: planted)
+    answer = run("doctor", "--json")
+    assert answer.status == 0, "a backend that is missing is no problem"
+    old = next(state for state in answer.json()["backends"] if state["name"] == "old")
+    assert (old["reason"], old["works_with"]) == ("needs an older torch", "torch 2.8")
+    table = run("doctor").out
+    assert "needs an older torch" in table
+    assert "no such symbol" in table
+
+
+def test_a_check_that_fails_is_a_problem_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(diagnosis, "_cpu", fail)
+    found = diagnosis.diagnose()
+    assert not found.ok
+    assert [check.found for check in found.checks if check.part == "cpu"] == [
+        "cannot be looked at: RuntimeError: out of luck"
+    ]

@@ -1,0 +1,132 @@
+"""kill -9 of the tuner at random moments: nothing that was committed is lost, and the next run goes on behind it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coexec.subgraphs.entries import Outcome
+from coexec.subgraphs.store import Store
+from coexec.tuning.markers import DEATHS, Markers
+from coexec.tuning.process_tree import tree
+from tests.tuning.graphs import climbing, key_of, store_with
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("planted-slow-build", "planted-slow", "planted-refuses", "planted-fast")
+
+TUNER = """
+import sys
+from pathlib import Path
+from coexec.subgraphs.location import private_location
+from coexec.subgraphs.store import Store
+from coexec.tuning import tune
+report = tune(
+    Store(private_location(Path(sys.argv[1]))), threads=1, rounds=(3, 4), busy_retries=0, attempt_s=20,
+    candidates=sys.argv[2].split(), progress=lambda event: print(event.stage, flush=True),
+)
+print("complete" if all(graph.complete for graph in report.graphs) else "incomplete", flush=True)
+"""
+
+
+def start_tuner(store: Store, planted_folder: Path) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(planted_folder), str(ROOT / "src"), str(ROOT)])
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", TUNER, str(store.location.folder), " ".join(NAMES)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def committed(store: Store) -> tuple[dict[str, object], set[str]]:
+    """What the store says has been tried (by graph, environment, candidate), and the ids of its measurements."""
+    tried = {
+        f"{decision.subgraph} {decision.environment} {name}": entry
+        for decision in store.decisions()
+        for name, entry in decision.options["tried"].items()
+    }
+    ids = {m.id for info in store.subgraphs() for m in store.measurements(info.digest)}
+    return tried, ids
+
+
+def kill_at_random(store: Store, planted_folder: Path, kills: int, seed: int) -> None:
+    generator = random.Random(seed)
+    for _ in range(kills):
+        tuner = start_tuner(store, planted_folder)
+        before = committed(store)
+        assert tuner.stdout is not None
+        for _ in range(generator.randint(1, 9)):  # events: it kills in every stage
+            tuner.stdout.readline()
+        time.sleep(generator.uniform(0.0, 0.4))
+        processes = tree(tuner.pid)
+        tuner.send_signal(signal.SIGKILL)
+        tuner.communicate()
+        tried, ids = committed(store)
+        assert {name: tried.get(name) for name in before[0]} == before[0]
+        assert before[1] <= ids
+        assert_gone(processes)
+
+
+def assert_gone(processes: list[int]) -> None:
+    """The children end with the tuner, also those that were stopped between their turns."""
+    deadline_s = time.monotonic() + 10
+    while any(is_alive(pid) for pid in processes) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert [pid for pid in processes if is_alive(pid)] == []
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def finish(store: Store, planted_folder: Path) -> None:
+    tuner = start_tuner(store, planted_folder)
+    out, _ = tuner.communicate(timeout=150)
+    assert out.splitlines()[-1] == "complete"
+    for info in store.subgraphs():
+        (decision,) = store.decisions(info.digest)
+        assert decision.backend in ("planted-fast", "planted-slow-build")
+        assert set(decision.options["tried"]) == set(NAMES)
+        assert store.checkout(decision) is not None
+    report = store.verify()
+    assert report is not None
+    assert report.ok, report.problems
+
+
+def test_three_kills_lose_nothing(tmp_path: Path, planted_folder: Path) -> None:
+    store = store_with(tmp_path, climbing(32))
+    kill_at_random(store, planted_folder, kills=3, seed=1)
+    finish(store, planted_folder)
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_nothing(tmp_path: Path, planted_folder: Path) -> None:
+    store = store_with(tmp_path, *(climbing(size) for size in (16, 32, 48)))
+    kill_at_random(store, planted_folder, kills=20, seed=2)
+    finish(store, planted_folder)
+
+
+def test_an_attempt_that_takes_tuners_down_is_left_out(tmp_path: Path) -> None:
+    from coexec.tuning import tune
+    from coexec.tuning.identity import environment_of
+
+    store = store_with(tmp_path, climbing(32))
+    digest, environment = key_of(climbing(32)).digest, environment_of((), 1).digest
+    markers = Markers(store.location.folder / "marks")
+    for deaths in range(DEATHS):
+        assert markers.begin(f"{digest} {environment}  planted-fast") == deaths  # and the tuner dies
+    report = tune(store, threads=1, rounds=(3, 4), busy_retries=0, candidates=("planted-fast",))
+    (attempt,) = report.graphs[0].attempts
+    assert attempt.outcome is Outcome.CRASH
+    assert "died 3 times" in attempt.detail
+    assert report.graphs[0].winner == "eager"
