@@ -37,3 +37,31 @@ def test_torch_first() -> None:
     program = "import torch\nimport coexec\nprint(getattr(torch.Tensor.numpy, '_coexec_wrapper', False))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+def test_the_builder_of_the_native_core_starts() -> None:
+    """It imports torch by way of coexec's own modules."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "coexec.intercept", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_can_be_the_first() -> None:
+    """Whichever imports torch: what follows its import must not need a module that is half way."""
+    names = [
+        "api",
+        "intercept.build",
+        "intercept.compile_core",
+        "intercept.native",
+        "runtime.segments",
+    ]
+    names += ["backends.worker_main", "choose", "dynamo_backend", "tuning", "subgraphs.machine", "intercept.background"]
+    for name in names:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import coexec.{name}"], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{name}: {done.stderr}"

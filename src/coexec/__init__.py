@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
 
 
 def _install_wrappers() -> None:
-    from coexec.intercept.native import install_wrappers
+    from coexec.intercept.wrappers import install_wrappers
 
     install_wrappers()
 

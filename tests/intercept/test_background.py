@@ -119,6 +119,21 @@ def test_the_crowd_goes_home(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> 
     assert eventually(lambda: not any(thread.name == "coexec-crowd" for thread in threading.enumerate()))
 
 
+def test_a_program_may_end_in_the_middle_of_a_disturbed_step() -> None:
+    program = (
+        "import subprocess, sys, torch\n"
+        "from coexec.intercept.background import pacer\n"
+        "torch.set_num_threads(2)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0)\n"
+        "pacer.admit(child.pid)\n"
+        "while pacer._crowd._go_home is None:\n"
+        "    pacer.step_ended()\n"
+        "child.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_stopped_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, signal, subprocess, sys, time\n"

@@ -33,6 +33,7 @@ KEPT_INTERVALS = 21
 ENOUGH_INTERVALS = 3
 IDLE_S = 0.5  # no step has ended for so long (and for IDLE_STEPS times a step): nobody is disturbed
 IDLE_STEPS = 5
+LOOK_S = 0.2  # the crowd looks whether the program has ended
 CROWD_ELEMENTS = 1 << 17  # enough for a parallel region: at::parallel_for splits from 32,768 elements on
 
 
@@ -159,7 +160,7 @@ class _Crowd:
         if self._go_home is None and torch.get_num_threads() > 1:
             self._go_home = threading.Event()
             arguments = (self._go_home,)
-            threading.Thread(target=_stand_about, args=arguments, name="coexec-crowd", daemon=True).start()
+            threading.Thread(target=_stand_about, args=arguments, name="coexec-crowd").start()
 
     def leave(self) -> None:
         if self._go_home is not None:
@@ -168,8 +169,10 @@ class _Crowd:
 
 
 def _stand_about(go_home: threading.Event) -> None:
+    # No daemon: one that is inside torch when the interpreter ends aborts the process.
     torch.zeros(CROWD_ELEMENTS).add_(1.0)  # a parallel region makes the pool; it ends with the thread
-    go_home.wait()
+    while not go_home.wait(LOOK_S) and threading.main_thread().is_alive():
+        continue
 
 
 def _signal(group: int, number: int) -> None:

@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 
-from coexec.config import disabled
 from coexec.errors import CoexecError, UnsupportedTorchError
 from coexec.intercept import reads
 from coexec.intercept.after_failure import forget_gradients
 from coexec.intercept.background import pacer
 from coexec.intercept.build import BuildState, load, native_path_if_ready, start_background_build
 from coexec.intercept.kernel_warnings import issue_warning
-
-SUPPORTED_TORCH = ("2.13",)
-"""Releases the interceptor was tested with; the dispatch key it sits on is reserved upstream."""
+from coexec.intercept.wrappers import SUPPORTED_TORCH, supported_torch
 
 _lock = threading.Lock()
 _module: ModuleType | None = None
@@ -53,12 +50,6 @@ def _load_once() -> None:
             _error = error
 
 
-def install_wrappers() -> None:
-    """Wraps the reads that bypass the dispatcher, unless this process will have no native core."""
-    if _supported_torch() and not disabled():
-        reads.install()
-
-
 def wait_for_native(timeout_s: float) -> bool:
     """Blocks until the native core is loaded. False after `timeout_s`, or if it cannot be had."""
     deadline_s = time.monotonic() + timeout_s
@@ -75,12 +66,8 @@ def native_error() -> CoexecError | None:
     return _error
 
 
-def _supported_torch() -> bool:
-    return ".".join(torch.__version__.split(".")[:2]) in SUPPORTED_TORCH
-
-
 def _load_or_start() -> ModuleType | None:
-    if not _supported_torch():
+    if not supported_torch():
         raise UnsupportedTorchError(
             f"coexec's co-execution is tested with torch {', '.join(SUPPORTED_TORCH)}; this is torch "
             f"{torch.__version__}. Steps run as plain eager PyTorch."

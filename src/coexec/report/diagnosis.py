@@ -122,7 +122,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _release(version: str) -> Check:
-    from coexec.intercept.native import SUPPORTED_TORCH
+    from coexec.intercept.wrappers import SUPPORTED_TORCH
 
     if ".".join(version.split(".")[:2]) in SUPPORTED_TORCH:
         return Check("torch", "ok", version)
