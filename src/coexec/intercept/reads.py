@@ -193,7 +193,7 @@ def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[...
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
-        if step is None or step.paused:
+        if step is None or step.paused or (name == "max_pool1d" and _differentiated(*args, **kwargs)):
             return original(*args, **kwargs)
         for value in (*args, *kwargs.values()):
             for tensor in _tensors_in([value]):
@@ -201,6 +201,11 @@ def _wrap_pointer_function(native: ModuleType, name: str, original: Callable[...
         return _paused(step, original, *args, **kwargs)
 
     return wrapper
+
+
+def _differentiated(input: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """max_pool1d reads memory itself only where it need not be differentiated; else it is an op like others."""
+    return torch.is_grad_enabled() and input.requires_grad
 
 
 def _wrap_rng(native: ModuleType, name: str) -> None:
