@@ -486,3 +486,13 @@ def test_views_of_an_argument_that_was_written_are_ordinary_after_the_step(
         return Program(step, lambda i: (batch(i),), lambda: kept)
 
     check(make)
+
+
+def test_an_in_place_op_that_makes_its_tensor_larger() -> None:
+    """`addbmm_` is one: eager resizes what could be broadcast."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = x[0, :1].clone()
+        return total.addbmm_(x.view(2, 3, 4), x.view(2, 4, 3))
+
+    check(lambda: function_program(step))

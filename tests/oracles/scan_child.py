@@ -22,6 +22,9 @@ from tests.oracles.verdict import ITERATIONS, Verdict, judge
 
 HANG_S = 60.0  # a sample takes milliseconds
 MODES = ("coexec", "lazy")
+BITS_VARY = ("linalg.lstsq",)
+"""Eager's own results differ in the last bits in one of a hundred calls (LAPACK, by where the memory lies)."""
+
 CALLS = {"ops": ITERATIONS, "modules": ITERATIONS, "optimizers": 14}
 """Per sample. Some optimizers take other branches in their first calls."""
 
@@ -45,7 +48,7 @@ def main() -> None:
         if given.only in sample:
             begin(sample)
             faulthandler.dump_traceback_later(HANG_S, exit=True)
-            verdict = judge(sample, make, MODES[k % 2], CALLS[given.suite])
+            verdict = judge(sample, make, MODES[k % 2], CALLS[given.suite], bits_vary=sample.startswith(BITS_VARY))
             faulthandler.cancel_dump_traceback_later()
             end(verdict)
             coexec.reset()

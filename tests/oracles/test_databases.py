@@ -9,9 +9,10 @@ import pytest
 from tests.oracles.scan import scan, share, table
 from tests.oracles.verdict import FAILURES, UNSETTLED, Verdict
 
-MIN_SHARE = {"ops": 0.9, "modules": 0.9, "optimizers": 0.5}
-"""Of the samples, those that must co-execute without Python waiting inside the step. Optimizers with `foreach` or with
-a schedule read numbers back that the step has just written."""
+MIN_SHARE = {"ops": 0.87, "modules": 0.8, "optimizers": 0.55}
+"""Of the samples, those that must co-execute without Python waiting inside the step. One sample in twenty belongs to
+`unique`, whose size depends on data; a third of the schedules and Adafactor read back what the step has computed;
+LinearCrossEntropyLoss and amsgrad write into `out=` arguments."""
 
 
 def check(verdicts: list[Verdict], suite: str, capsys: pytest.CaptureFixture[str]) -> None:

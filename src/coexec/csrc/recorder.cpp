@@ -181,6 +181,7 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
       return;
     }
   }
+  bool inplace_view = t.info->handle && t.info->handle->hasTag(at::Tag::inplace_view);
   bool all_alias = !outs.empty();
   for (size_t k = 0; k < outs.size(); k++) {
     Output o;
@@ -202,8 +203,13 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     auto* st = impl->unsafe_storage().unsafeGetStorageImpl();
     for (size_t i = 0; i < inputs.size() && o.alias < 0; i++) {
       auto* in = inputs[i]->unsafeGetTensorImpl();
-      if (in == impl)
+      if (in == impl) {
         o.same_arg = arg_of[i];
+        if (!inplace_view && t.inputs[i].geometry != intern_of(*impl)) { // x[1].addbmm_(..) makes itself larger
+          t.kind = Kind::Sync;
+          return;
+        }
+      }
       if (in->has_storage() && in->unsafe_storage().unsafeGetStorageImpl() == st)
         o.alias = static_cast<int16_t>(i);
     }
@@ -220,7 +226,6 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
   }
   if (t.kind != Kind::Compute)
     return;
-  bool inplace_view = t.info->handle && t.info->handle->hasTag(at::Tag::inplace_view);
   if (all_alias && (t.writes.empty() || inplace_view))
     t.kind = Kind::View;
   if (inplace_view)

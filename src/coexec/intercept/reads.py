@@ -265,13 +265,19 @@ def _wrap_pointer_function(native: Core, name: str, original: Callable[..., Any]
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         step = native.active_step()
-        if step is None or not step.paused:
-            for value in (*args, *kwargs.values()):
-                for tensor in _tensors_in([value]):
-                    _read(native, name, tensor)
-        return original(*args, **kwargs) if step is None or step.paused else _paused(step, original, *args, **kwargs)
+        if step is not None and (step.paused or (name == "max_pool1d" and _differentiated(*args, **kwargs))):
+            return original(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            for tensor in _tensors_in([value]):
+                _read(native, name, tensor)
+        return original(*args, **kwargs) if step is None else _paused(step, original, *args, **kwargs)
 
     return wrapper
+
+
+def _differentiated(input: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """max_pool1d reads memory itself only where it need not be differentiated; else it is an op like others."""
+    return torch.is_grad_enabled() and input.requires_grad
 
 
 def _wrap_rng(native: Core, name: str) -> None:
