@@ -50,33 +50,61 @@ def running(process: subprocess.Popen[bytes]) -> bool:
     return eventually(lambda: state(process) in "RS")
 
 
+def settle(pacer: Pacer) -> None:
+    """The quiet steps at the beginning."""
+    for _ in range(background.QUIET_STEPS + 1):
+        pacer.step_ended()
+
+
 def test_a_group_is_stopped_in_most_steps_and_runs_in_its_share(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
     pacer.admit(sleeper.pid)
+    settle(pacer)
     turns = []
     for _ in range(10):
         pacer.step_ended()
         turns.append(pacer._stopped_at_s is None)
     assert sum(turns) == 2  # a fifth of the steps, until there are measurements
-    pacer.step_ended()
+    while pacer._stopped_at_s is None:
+        pacer.step_ended()
     assert stopped(sleeper)
     pacer.dismiss(sleeper.pid)
     assert running(sleeper)
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.2, 0.9), (1.7, 0.5), (2.75, 0.2), (100.0, 0.05)])
-def test_the_share_follows_what_a_disturbed_step_costs(pacer: Pacer, factor: float, expected: float) -> None:
-    pacer._undisturbed.extend([0.010, 0.011, 0.009])
-    pacer._disturbed.extend([0.010 * factor] * 3)
-    assert pacer.share() == pytest.approx(expected)
+class Machine:
+    """Steps of 10 ms, and of `cost` times as much where the compiler runs."""
+
+    def __init__(self, pacer: Pacer, cost: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pacer, self.cost, self.now_s = pacer, cost, 0.0
+        monkeypatch.setattr(background.time, "monotonic", lambda: self.now_s)
+
+    def run(self, steps: int) -> float:
+        """Returns how much longer than 10 ms the average step was."""
+        begin_s = self.now_s
+        for _ in range(steps):
+            self.now_s += 0.010 * (self.cost if self.pacer._stopped_at_s is None else 1.0)
+            self.pacer.step_ended()
+        return (self.now_s - begin_s) / (0.010 * steps)
 
 
-def test_measured_intervals_are_told_apart(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
-    pacer.admit(sleeper.pid)
-    for _ in range(12):
-        time.sleep(0.03 if pacer._stopped_at_s is None else 0.001)
-        pacer.step_ended()
-    pacer.dismiss(sleeper.pid)
-    assert min(pacer._disturbed) >= 0.03 > min(pacer._undisturbed)
+@pytest.mark.parametrize(("cost", "share"), [(1.0, 1.0), (1.2, 1.0), (1.6, 0.5), (4.0, 0.1)])
+def test_the_share_is_what_the_target_allows(
+    pacer: Pacer, monkeypatch: pytest.MonkeyPatch, cost: float, share: float
+) -> None:
+    monkeypatch.setattr(background, "_signal", lambda group, number: None)
+    monkeypatch.setattr(pacer, "_crowd", background._Crowd())
+    monkeypatch.setattr(background.torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(Pacer, "_watch", lambda self: None)
+    machine = Machine(pacer, cost, monkeypatch)
+    pacer.admit(1 << 30)
+    machine.run(300)
+    assert pacer.share == pytest.approx(share, rel=0.3)
+    windows = [machine.run(20) for _ in range(30)]
+    assert max(windows) < 1.5
+    if cost == 1.6:
+        machine.cost = 2.2  # the step has become more sensitive
+        machine.run(100)
+        assert max(machine.run(20) for _ in range(30)) < 1.5
 
 
 def test_a_group_runs_when_no_step_ends(
@@ -113,7 +141,7 @@ def test_stopped_time_is_counted(pacer: Pacer, sleeper: subprocess.Popen[bytes])
 
 def test_the_crowd_goes_home(pacer: Pacer, sleeper: subprocess.Popen[bytes]) -> None:
     pacer.admit(sleeper.pid)
-    for _ in range(50):
+    while pacer._crowd._go_home is None:
         pacer.step_ended()
     pacer.dismiss(sleeper.pid)
     assert eventually(lambda: not any(thread.name == "coexec-crowd" for thread in threading.enumerate()))

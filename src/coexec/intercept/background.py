@@ -8,7 +8,7 @@ of 3 to 4 times their length with a compiler at nice 0.
 So steps take turns. In most of them the compiler is stopped. In the others it runs, and the step makes room for it: a
 second OpenMP pool makes libgomp's workers sleep between regions instead of spinning. Seen on two cores, such a step
 takes 1.8 times (a transformer) to 2.9 times (a small convolutional net) as long, and the compiler gets nearly a core.
-How much longer is measured all the time, and the share of such steps is what TARGET allows.
+How long steps take is measured all the time, and the share of such steps is what TARGET allows.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ import signal
 import statistics
 import threading
 import time
-from collections import deque
 
 import torch
 
-TARGET = 1.35
+TARGET = 1.3
 """How much longer the average step may take while something is compiled: a 20-step window must stay below 1.5."""
 
-FIRST_SHARE = 0.2  # of the steps, until there are measurements
-LEAST_SHARE = 0.05
-MOST_SHARE = 0.9  # the other steps keep the measurement of undisturbed ones fresh
-KEPT_INTERVALS = 21
-ENOUGH_INTERVALS = 3
+FIRST_SHARE = 0.2  # of the steps, to begin with
+LEAST_SHARE, MOST_SHARE = 0.05, 1.0
+CONTROL_STEPS = 20  # the share follows what so many steps took on average
+QUIET_STEPS = 8  # undisturbed ones in a row, which say how long a step takes without us; the first two are not counted
+QUIET_EVERY = 200  # steps: the program may be another by then
 IDLE_S = 0.5  # no step has ended for so long (and for IDLE_STEPS times a step): nobody is disturbed
 IDLE_STEPS = 5
 LOOK_S = 0.2  # the crowd looks whether the program has ended
@@ -52,9 +51,13 @@ class Pacer:
         self._lock = threading.Lock()
         self._groups: dict[int, float] = {}  # process group -> seconds that it has been stopped
         self._stopped_at_s: float | None = None  # None: the groups run
-        self._disturbed: deque[float] = deque(maxlen=KEPT_INTERVALS)  # seconds from one step's end to the next one's
-        self._undisturbed: deque[float] = deque(maxlen=KEPT_INTERVALS)
         self._last_end_s: float | None = None
+        self._quiet: list[float] = []  # seconds from one step's end to the next one's, of the quiet steps under way
+        self._paced: list[float] = []  # the same since the share was last adapted
+        self._quiet_left = QUIET_STEPS
+        self._until_quiet = QUIET_EVERY
+        self._step_s = 0.0  # an undisturbed step
+        self.share = FIRST_SHARE  # of the steps, that the compiler gets
         self._credit = 0.0
         self._crowd = _Crowd()
 
@@ -91,10 +94,11 @@ class Pacer:
         with self._lock:
             now_s = time.monotonic()
             if self._last_end_s is not None:
-                running = self._stopped_at_s is None
-                (self._disturbed if running else self._undisturbed).append(now_s - self._last_end_s)
+                self._note(now_s - self._last_end_s)
             self._last_end_s = now_s
-            self._credit += self.share()
+            if self._quiet_left > 0:
+                return self._stop()
+            self._credit += self.share
             if self._credit >= 1.0:
                 self._credit -= 1.0
                 self._run()
@@ -110,16 +114,29 @@ class Pacer:
                 self._crowd.leave()
                 self._run()
 
-    def share(self) -> float:
-        """Returns which share of the steps the compiler gets."""
-        if min(len(self._disturbed), len(self._undisturbed)) < ENOUGH_INTERVALS:
-            return FIRST_SHARE
-        factor = statistics.median(self._disturbed) / statistics.median(self._undisturbed)
-        if factor <= TARGET:
-            return MOST_SHARE
-        return min(MOST_SHARE, max(LEAST_SHARE, (TARGET - 1.0) / (factor - 1.0)))
-
     # ------------------------------------------------------------------------------------- under the lock from here
+
+    def _note(self, interval_s: float) -> None:
+        """Takes in what a step took, and adapts the share."""
+        if self._quiet_left > 0:
+            self._quiet.append(interval_s)
+            self._quiet_left -= 1
+            if self._quiet_left == 0:
+                self._step_s = statistics.median(self._quiet[2:])
+                self._quiet.clear()
+            return
+        self._paced.append(interval_s)
+        if len(self._paced) == CONTROL_STEPS:
+            self._adapt(statistics.fmean(self._paced) / self._step_s)
+            self._paced.clear()
+        self._until_quiet -= 1
+        if self._until_quiet == 0:
+            self._quiet_left, self._until_quiet = QUIET_STEPS, QUIET_EVERY
+
+    def _adapt(self, factor: float) -> None:
+        """`factor`: how much longer steps took than undisturbed ones, about in proportion to the share."""
+        wanted = (TARGET - 1.0) / max(factor - 1.0, 1e-3)
+        self.share = min(MOST_SHARE, max(LEAST_SHARE, self.share * min(1.5, max(0.5, wanted))))
 
     def _run(self) -> None:
         if self._stopped_at_s is None:
@@ -144,8 +161,7 @@ class Pacer:
             with self._lock:
                 if self._last_end_s is None or self._stopped_at_s is None:
                     continue
-                step_s = statistics.median(self._undisturbed) if self._undisturbed else 0.0
-                if time.monotonic() - self._last_end_s > max(IDLE_S, IDLE_STEPS * step_s):
+                if time.monotonic() - self._last_end_s > max(IDLE_S, IDLE_STEPS * self._step_s):
                     self._last_end_s = None  # the interval under way measures nothing
                     self._run()
 
