@@ -19,7 +19,7 @@ import torch
 
 from coexec.backends.cache import ArtifactCache
 from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import CandidateError, Runner
+from coexec.backends.candidates.candidate import CandidateError, Runner, captures_constants
 from coexec.backends.candidates.program import Program, ProgramError
 from coexec.config import private_cache_dir
 from coexec.errors import CoexecError
@@ -224,4 +224,4 @@ def _loaded(store: Store, decision: Decision, program: Program) -> Runner:
 
 def _holds_values(decision: Decision) -> bool:
     candidate = registry.get(decision.backend)
-    return candidate.bakes_constants
+    return captures_constants(candidate)

@@ -121,13 +121,14 @@ def test_a_graph_for_which_eager_is_fastest_runs_as_dynamos_graph(store: Store, 
     assert regions[-1].current is regions[-1].dynamo
 
 
-def test_baked_weights_are_noticed_when_they_change_in_place(store: Store) -> None:
+@pytest.mark.parametrize("candidate", ["planted-baked", "planted-bound"])
+def test_captured_weights_are_noticed_when_they_change_in_place(store: Store, candidate: str) -> None:
     net, x = Climb(), torch.randn(16, 16)
     with torch.no_grad():
-        tuned(store, "planted-baked", net, x)
+        tuned(store, candidate, net, x)
         run = compiled(net)
         run(x)
-        assert choose.counters()["serve.planted-baked"] == 1
+        assert choose.counters()[f"serve.{candidate}"] == 1
         net.weight.add_(1.0)
         assert torch.allclose(run(x), x + STEPS * 1.5, rtol=1e-4)
         assert choose.counters()["stale"] == 1

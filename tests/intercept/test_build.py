@@ -191,7 +191,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def test_background_build_becomes_ready_at_idle_priority(
+def test_background_build_becomes_ready_at_a_low_priority(
     sources: Path, slow_compiler: Callable[[float], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = slow_compiler(0.3)
@@ -199,7 +199,8 @@ def test_background_build_becomes_ready_at_idle_priority(
     assert handle.poll() is native.BuildState.RUNNING
     assert native.start_background_build(sources) is handle
     assert handle._process is not None
-    assert os.sched_getscheduler(handle._process.pid) == os.SCHED_IDLE
+    assert os.sched_getscheduler(handle._process.pid) == os.SCHED_BATCH
+    assert os.getpriority(os.PRIO_PROCESS, handle._process.pid) == 19
     assert os.getpgid(handle._process.pid) != os.getpgid(0)  # Ctrl-C at the terminal does not reach it
     assert os.getsid(handle._process.pid) == os.getsid(0)
     assert handle.wait(60) is native.BuildState.READY

@@ -32,6 +32,11 @@ class Planted:
     bakes_constants: bool = False
     version: str = "1"
 
+    @property
+    def captures_constants(self) -> bool:
+        """Values are copied when it is loaded ("planted-bound"), or when it is built."""
+        return self.bakes_constants or self.name == "planted-bound"
+
     def availability(self) -> Availability:
         if self.name == "planted-absent":
             return Availability(False, reason="it is not installed", works_with="anything else")
@@ -76,6 +81,8 @@ class Runs:
     def baked(self, *inputs: Any) -> tuple[torch.Tensor]:
         (x,) = (value for i, value in enumerate(inputs) if i not in self.program.static_inputs)
         return (x + self.steps * self.weights[0],)
+
+    bound = baked
 
     def sleeper(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         """Right in the tuner's children, wrong where it serves."""
@@ -135,7 +142,7 @@ BEHAVIOURS = (
 
 def candidates() -> list[Planted]:
     """The entry point; PLANTED narrows it down, PLANTED_VERSION is the version of all of them."""
-    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked", "sleeper", "rigid", "picky"]
+    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked", "bound", "sleeper", "rigid", "picky"]
     version = os.environ.get("PLANTED_VERSION", "1")
     return [Planted(f"planted-{name}", name == "baked", version) for name in wanted]
 

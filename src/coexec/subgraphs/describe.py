@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # has neither stubs nor py.typed
+import sympy  # has neither stubs nor py.typed
 import torch
 
 from coexec.subgraphs.code_hash import callable_hash

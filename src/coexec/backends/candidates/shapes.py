@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]  # has neither stubs nor py.typed
+import sympy  # has neither stubs nor py.typed
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv

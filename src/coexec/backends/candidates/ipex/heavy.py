@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import intel_extension_for_pytorch  # type: ignore[import-not-found]  # noqa: F401  (registers its passes and kernels)
+import intel_extension_for_pytorch  # noqa: F401  (registers its passes and kernels)
 
 from coexec.backends.candidates.candidate import Runner
 from coexec.backends.candidates.program import Program

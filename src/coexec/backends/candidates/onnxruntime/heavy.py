@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime  # type: ignore[import-untyped]
+import onnxruntime
 import torch
 
 from coexec.backends.candidates.candidate import CandidateError, Runner

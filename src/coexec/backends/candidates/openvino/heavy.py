@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import openvino  # type: ignore[import-untyped]
+import openvino
 import torch
 
 from coexec.backends.candidates.candidate import CandidateError, Runner

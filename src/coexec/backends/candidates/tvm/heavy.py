@@ -13,9 +13,9 @@ import torch
 # Read once, when TVM makes its thread pool: workers that spin between calls slow torch's own threads down.
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")
 
-import tvm  # type: ignore[import-untyped]
+import tvm
 from tvm import relax
-from tvm.relax.frontend.torch import from_exported_program  # type: ignore[import-untyped]
+from tvm.relax.frontend.torch import from_exported_program
 
 from coexec.backends.candidates.candidate import CandidateError, Runner
 from coexec.backends.candidates.core import Call, Core

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tvm import relax, transform  # type: ignore[import-untyped]
+from tvm import relax, transform
 
 from coexec.backends.candidates.candidate import CandidateError
 from coexec.backends.candidates.tvm.intrinsics import preload
@@ -24,7 +24,7 @@ TRIAL_TIMEOUT_S = 60
 def search(name: str, module: Any, target: Any, folder: Path, search_s: float) -> tuple[Any, dict[str, object]]:
     """(the module with the best schedules found, facts). Errors: CandidateError if no trial succeeded."""
     preload()
-    from tvm.s_tir import meta_schedule  # type: ignore[import-untyped]
+    from tvm.s_tir import meta_schedule
 
     module = _lowered(module, target)
     tasks = meta_schedule.relax_integration.extract_tasks(module, target, {})
