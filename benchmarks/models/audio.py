@@ -101,6 +101,8 @@ def crepe_tiny() -> Built:
 
 def silero_vad() -> Built:
     """Silero's voice activity detector, one chunk of 512 samples after 64 of the one before."""
+    if find_spec("safetensors") is None:
+        raise Missing("needs safetensors: pip install safetensors")
     from safetensors.torch import load_file
 
     module = VoiceActivity()

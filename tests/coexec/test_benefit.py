@@ -77,3 +77,33 @@ def test_a_step_ends_in_the_faster_phase(monkeypatch: pytest.MonkeyPatch, coexec
     assert step.stats().phase == phase
     assert "by turns in this step" in step.explain()
     assert step.stats().fallbacks == {}
+
+
+def test_a_block_has_its_trial_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COEXEC_KEEP")
+    clock = Clock(2.0)
+    monkeypatch.setattr(step_runner, "time", clock)
+    x = torch.ones(3)
+    for _ in range(SETTLED_ITERATIONS + BLOCK * BLOCKS + 6):
+        with coexec.step(name="trial of a block", numerics="exact") as block:
+            clock.pass_time()
+            assert (x * 2 + 1).sum().item() == 9.0
+    assert block.stats().phase == "eager"
+    assert block.stats().co_executed == SETTLED_ITERATIONS + BLOCK * BLOCKS // 2 + 1  # the first made the plan
+
+
+def test_a_plain_iteration_may_call_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COEXEC_KEEP")
+
+    @coexec.compile(numerics="exact")
+    def step(x: torch.Tensor, depth: int) -> torch.Tensor:
+        if depth:
+            return step(x + 1, depth - 1)
+        return x * 2
+
+    x = torch.ones(3)
+    for _ in range(SETTLED_ITERATIONS + 4):
+        step(x, 0)
+    while not step._runner.benefit.plain_next():
+        step(x, 0)
+    assert step(x, 2).tolist() == [6.0, 6.0, 6.0]  # as eager; co-executed it raises ReentrantStepError

@@ -10,6 +10,7 @@ No call waits for the child. One job is with the child at a time, so a crash has
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -157,6 +158,11 @@ class CompileWorker:
                 self._clean(job)
             self._waiting.clear()
             self._running, self._finished = None, []
+
+    def close_if_ours(self) -> None:
+        """`close`, unless this process is a forked copy: child and files belong to the process that was copied."""
+        if os.getpid() == self._owner_pid:
+            self.close()
 
     @property
     def child_pid(self) -> int | None:
@@ -381,3 +387,12 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _close_all() -> None:
+    """At exit: what was captured for the child (live inputs) must not stay in the cache folder."""
+    for worker in list(_workers):
+        worker.close_if_ours()
+
+
+atexit.register(_close_all)

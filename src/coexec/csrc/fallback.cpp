@@ -29,15 +29,12 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   close_barrier();
   co_executed_in_a_row_ = 0;
   fallback = Fallback{reason, op, location, current_->id};
-  it_->wait_done(it_->size(), false);
+  it_->wait_done(it_->size(), false, Signals::Never);
   it_->close();
   graph.join_iteration();
-  if (auto error = kernel_error()) {
-    fallback = error;
-    path.resize(it_->failed_at()); // ops from the failed one on never happened
-    undo_host_writes(it_->failed_at());
-    forget_failed_gradients();
-  }
+  undo_failed();
+  if (failure_)
+    fallback = failure_;
   drop_keys();
   forget_pending_writes(it_.get());
   learn_native_fills();
@@ -47,6 +44,17 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   issue_warnings(*it_, static_cast<int64_t>(path.size()));
   if (it_->failed())
     std::rethrow_exception(it_->error());
+}
+
+// Ops from the failed one on never happened. Once: the user may have repaired things since an error that came late.
+void Step::undo_failed() {
+  auto error = failure_ ? std::nullopt : kernel_error();
+  if (!error)
+    return;
+  failure_ = error;
+  path.resize(it_->failed_at());
+  undo_host_writes(it_->failed_at());
+  forget_failed_gradients();
 }
 
 std::optional<Fallback> Step::kernel_error() {

@@ -75,6 +75,7 @@ GraphRunner::~GraphRunner() {
 
 void GraphRunner::start(
     std::shared_ptr<Iteration> it, std::shared_ptr<const SegmentTable> segments, std::vector<StepInput> inputs) {
+  WithoutGil no_gil; // the thread may need it to let go of the previous iteration's memory
   std::unique_lock<std::mutex> l(m_);
   if (!thread_.joinable()) {
     keep_freed_memory();
@@ -90,6 +91,7 @@ void GraphRunner::start(
 }
 
 void GraphRunner::join_iteration() {
+  WithoutGil no_gil;
   std::unique_lock<std::mutex> l(m_);
   idle_cv_.wait(l, [&] { return !busy_; });
 }
@@ -100,6 +102,7 @@ void GraphRunner::stop() {
     stop_ = true;
     cv_.notify_one();
   }
+  WithoutGil no_gil;
   if (thread_.joinable())
     thread_.join();
 }
@@ -133,9 +136,12 @@ void GraphRunner::loop() {
         return;
     }
     run_iteration();
+    {
+      // Without the lock, and before anybody is told: memory with a Python object needs the GIL to die.
+      auto it = std::move(it_);
+      auto inputs = std::move(inputs_);
+    }
     std::lock_guard<std::mutex> l(m_);
-    it_.reset();
-    inputs_.clear();
     busy_ = false;
     idle_cv_.notify_all();
   }

@@ -25,26 +25,6 @@ void relax() {
 #endif
 }
 
-// Blocking with the GIL held would stop a graph that needs Python, and Ctrl-C.
-class WithoutGil {
- public:
-  WithoutGil() : held_(Py_IsInitialized() && PyGILState_Check()) {
-    if (held_)
-      state_ = PyEval_SaveThread();
-  }
-  ~WithoutGil() {
-    if (held_)
-      PyEval_RestoreThread(state_);
-  }
-  bool held() const {
-    return held_;
-  }
-
- private:
-  bool held_;
-  PyThreadState* state_ = nullptr;
-};
-
 void check_signals() {
   pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) {
@@ -244,14 +224,14 @@ void Iteration::set_failed(int64_t at, std::exception_ptr e) {
   python_cv_.notify_all();
 }
 
-double Iteration::wait_done(int64_t n, bool raise, bool interrupt) {
-  double s = wait_done_or_published(n, -1, nullptr, interrupt);
+double Iteration::wait_done(int64_t n, bool raise, Signals signals) {
+  double s = wait_done_or_published(n, -1, nullptr, signals);
   if (raise && failed() && failed_at_.load() < n)
     std::rethrow_exception(error_);
   return s;
 }
 
-double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* value, bool interrupt) {
+double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* value, Signals signals) {
   auto ready = [&] {
     return done_.load(std::memory_order_acquire) >= n || failed_at_.load() >= 0 || (value && published(index, value));
   };
@@ -288,7 +268,7 @@ double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* v
     }
     if (ready())
       break;
-    if (had_gil || (interrupt && Py_IsInitialized()))
+    if (signals == Signals::Always ? Py_IsInitialized() != 0 : signals == Signals::WithGil && had_gil)
       check_signals();
   }
   python_wants_.store(-1);

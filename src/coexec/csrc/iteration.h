@@ -12,6 +12,29 @@
 
 namespace coexec {
 
+// Blocking with the GIL held would stop a graph that needs Python, and Ctrl-C.
+class WithoutGil {
+ public:
+  WithoutGil() : held_(Py_IsInitialized() && PyGILState_Check()) {
+    if (held_)
+      state_ = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (held_)
+      PyEval_RestoreThread(state_);
+  }
+  bool held() const {
+    return held_;
+  }
+
+ private:
+  bool held_;
+  PyThreadState* state_ = nullptr;
+};
+
+// Whether a wait runs Python's signal handlers, which may raise. Cleaning up must not be left half done.
+enum class Signals : uint8_t { WithGil, Always, Never };
+
 using Clock = std::chrono::steady_clock;
 
 // A tensor among the arguments: the GraphRunner makes it, over the real memory, before the call. We never keep the
@@ -58,7 +81,7 @@ class Iteration {
   // handler raised. Releases the GIL while it blocks. Returns the seconds stalled.
   // `interrupt`: signal handlers run even if the caller has released the GIL, as most bindings of PyTorch do. Only
   // where their exception changes nothing.
-  double wait_done(int64_t n, bool raise = true, bool interrupt = false);
+  double wait_done(int64_t n, bool raise = true, Signals signals = Signals::WithGil);
   const c10::Storage& memory(int32_t sid) const {
     return memory_[sid];
   }
@@ -122,7 +145,7 @@ class Iteration {
   void publish_value(int64_t index, at::Tensor value);
   bool published(int64_t index, at::Tensor* value);
   // As wait_done, but also returns when `index` has been published.
-  double wait_done_or_published(int64_t n, int64_t index, at::Tensor* value, bool interrupt = false);
+  double wait_done_or_published(int64_t n, int64_t index, at::Tensor* value, Signals signals = Signals::WithGil);
   // --- compiled runs ahead of Python (see segment.h)
   enum class Ahead { Validated, Void };
   // Waits until Python validated the entries [i, i + n) and went on; Void if it did not, or if it waits for a value

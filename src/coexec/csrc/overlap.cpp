@@ -121,7 +121,7 @@ void Overlap::settle() {
     return;
   if (!it->failed() && it->done() < size_) {
     waits++;
-    stall_s.fetch_add(it->wait_done(size_, false, true));
+    stall_s.fetch_add(it->wait_done(size_, false, Signals::Always));
   }
   std::vector<c10::Storage> live; // may be the last references: go without the lock
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed;

@@ -59,7 +59,8 @@ bool Step::complete() {
 }
 
 void Step::name_late_error(pybind11::handle error) {
-  fallback = kernel_error();
+  undo_failed(); // now: the handler of the error must find eager's state
+  fallback = failure_;
   pybind11::cast(this, pybind11::return_value_policy::reference).attr("name_error")(error, this);
 }
 } // namespace coexec

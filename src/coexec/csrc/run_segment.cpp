@@ -210,6 +210,7 @@ int64_t GraphRunner::run_segment(const Segment& s, int64_t at) {
   commit(s, at, run, results);
   note_trial(s, true, run_s + std::chrono::duration<double>(Clock::now() - t0).count());
   s.runs++;
+  run.used.clear(); // a batch must not die by this thread's hand after Python has gone on
   it.set_done(at + n); // last: Python may look at the segment from now on
   return at + n;
 }

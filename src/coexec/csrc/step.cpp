@@ -49,6 +49,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
   places_.forget_repetitions();
   phase = p;
   fallback.reset();
+  failure_.reset();
   has_trace = p == Phase::Trace;
   step_arguments_.clear();
   for (const auto& t : step_arguments) {

@@ -149,6 +149,7 @@ class Step {
   void forget_failed_gradients();
   void note_host_write(const In& in);
   void undo_host_writes(int64_t from);
+  void undo_failed();
   void resolve_inputs();
   void resolve_all();
   void fall_back(const std::string& reason, const std::string& op, uint64_t location);
@@ -177,6 +178,7 @@ class Step {
   // for.
   uint64_t frames_ = 0, backward_of_ = 0;
   int co_executed_in_a_row_ = 0;
+  std::optional<Fallback> failure_; // the kernel's error of this iteration, once it has been undone
   bool in_backward_ = false;
   bool barrier_open_ = false;
   std::vector<HostWrite> host_writes_; // of this iteration, in order

@@ -80,14 +80,17 @@ class StepRunner:
         module = native_if_ready()
         if module is not None and module.active_step() is not None:
             return self._nested(module, function, args, kwargs)
+        if self._owner == threading.get_ident():  # from inside a plain pass, or from a signal's handler
+            return function(*args, **kwargs)
         try:
             if module is None or self.options.mode == "eager":
                 self.counters.iterations += 1
                 return function(*args, **kwargs)
             with self._lock:
-                self._complete()
                 # Everything from the native begin on is inside: an interrupt may come between any two lines.
                 try:
+                    self._owner = threading.get_ident()
+                    self._complete()
                     self._begin(module, (args, kwargs), 1)
                     result = function(*args, **kwargs)
                     args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
@@ -96,6 +99,8 @@ class StepRunner:
                     self._end(completed=False)
                     self._explain_native_access(error)
                     raise
+                finally:
+                    self._owner = None
                 return result
         finally:
             pacer.step_ended()
@@ -103,20 +108,23 @@ class StepRunner:
     def enter(self, levels: int) -> bool:
         """Starts an iteration whose body runs in the caller's frame, `levels` frames above; False: it runs plain."""
         module = native_if_ready()
-        if module is None or self.options.mode == "eager" or module.active_step() is not None:
+        inside = self._owner == threading.get_ident()
+        if module is None or self.options.mode == "eager" or module.active_step() is not None or inside:
             self.counters.iterations += 1
             pacer.step_ended()  # from one beginning to the next is as good as from end to end
             return False
         self._lock.acquire()
         try:
+            self._owner = threading.get_ident()
             self._complete()
-            if self._begin(module, (), levels + 2):
+            if self._begin(module, (), levels + 2) or self._plain:
                 return True
         except BaseException:
             self._end(completed=False)
-            self._lock.release()
+            self._let_go()
             raise
-        self._lock.release()
+        self._let_go()
+        pacer.step_ended()
         return False
 
     def leave(self, completed: bool) -> None:
@@ -124,15 +132,16 @@ class StepRunner:
         try:
             self._end(completed)
         finally:
-            self._lock.release()
+            self._let_go()
             pacer.step_ended()
+
+    def _let_go(self) -> None:
+        self._owner = None
+        self._lock.release()
 
     def _nested(self, module: ModuleType, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._owner == threading.get_ident():
-            raise ReentrantStepError(
-                f"The step {self.name!r} was called from inside itself. A step is one iteration; give the recursive "
-                f"part a name of its own and compile only the outer function."
-            )
+            raise ReentrantStepError(self.name)
         return function(*args, **kwargs)  # a step inside another step is part of the outer one
 
     def _explain_native_access(self, error: BaseException) -> None:
@@ -158,7 +167,6 @@ class StepRunner:
             self._native = new_step(module)
             self._native.name_error = _name_the_line
         module.settle_overlaps()  # of other steps: what they left to be done comes before this iteration
-        self._owner = threading.get_ident()
         self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
             self._native.begin_coexec(arguments, levels, self.options.mode == "lazy", self._may_overlap())
@@ -224,7 +232,6 @@ class StepRunner:
         return True
 
     def _release(self) -> None:
-        self._owner = None
         stance, self._stance = self._stance, None
         if stance is not None:
             stance.restore()
