@@ -372,6 +372,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             py::gil_scoped_release no_gil;
             s.graph.stop();
           })
+      .def("ran_plain", &Step::ran_plain)
       .def("extend", [](Step& s, const std::vector<int32_t>& nodes) { translated([&] { s.extend(nodes); }); })
       .def("trace", [](Step& s) { return translated([&] { return export_trace(s); }); })
       .def("barrier",

@@ -73,6 +73,10 @@ class Step {
   void abort(); // the step raised
   void drain(); // before fork, in the middle of a step
   void abandon(); // in a forked child
+  // The caller's thread computed an iteration by itself (a trial): its arena has free memory again, see begin().
+  void ran_plain() {
+    co_executed_in_a_row_ = 0;
+  }
   void extend(const std::vector<int32_t>& nodes); // the merged trace: TraceGraph node per op
   // Python touches state outside the dispatcher. `resolve`: the tensor's memory goes to the outside for good.
   void barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign);

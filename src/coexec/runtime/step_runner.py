@@ -161,6 +161,8 @@ class StepRunner:
         phase = self.policy.start_iteration()
         self._started_s = time.perf_counter()
         self._plain = phase is Phase.CO_EXECUTION and self.benefit.plain_next()
+        if self._plain:
+            self._native.ran_plain()
         if phase is Phase.EAGER or self._plain:
             return False
         if self._native is None:
