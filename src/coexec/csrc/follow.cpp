@@ -173,6 +173,24 @@ at::Tensor Step::hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10
   return make_placeholder_view(*in_[o.alias].tensor, known < 0 ? slot : known, v.outputs[k]);
 }
 
+// All that the op returns: tensors and lists of tensors.
+c10::SmallVector<c10::IValue, 3> Step::hand_out_returns(Node& n, const Variant& v, c10::ArrayRef<c10::IValue> args) {
+  c10::SmallVector<c10::IValue, 3> results;
+  size_t k = 0;
+  for (int32_t r : n.returns) {
+    if (r < 0) {
+      results.emplace_back(hand_out(n, v, k++, args));
+      continue;
+    }
+    c10::List<at::Tensor> l;
+    l.reserve(r);
+    for (int32_t j = 0; j < r; j++)
+      l.push_back(hand_out(n, v, k++, args));
+    results.emplace_back(std::move(l));
+  }
+  return results;
+}
+
 void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
   auto args = torch::jit::last(*stack, n.info->args.size());
   advance(n);
@@ -195,19 +213,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
       foreign_write |= is_foreign(s);
     }
   }
-  c10::SmallVector<c10::IValue, 3> results;
-  size_t k = 0;
-  for (int32_t r : n.returns) {
-    if (r < 0) {
-      results.emplace_back(hand_out(n, v, k++, args));
-      continue;
-    }
-    c10::List<at::Tensor> l;
-    l.reserve(r);
-    for (int32_t j = 0; j < r; j++)
-      l.push_back(hand_out(n, v, k++, args));
-    results.emplace_back(std::move(l));
-  }
+  auto results = hand_out_returns(n, v, args);
   if (describing)
     describe(n, &v, e, args);
   torch::jit::drop(*stack, n.info->args.size());
@@ -275,19 +281,7 @@ void Step::view(
     return;
   }
   auto args = torch::jit::last(*stack, n_args);
-  std::vector<c10::IValue> results;
-  size_t k = 0;
-  for (int32_t ret : n.returns) {
-    if (ret < 0) {
-      results.emplace_back(hand_out(n, v, k++, args));
-      continue;
-    }
-    c10::List<at::Tensor> l;
-    l.reserve(ret);
-    for (int32_t j = 0; j < ret; j++)
-      l.push_back(hand_out(n, v, k++, args));
-    results.emplace_back(std::move(l));
-  }
+  auto results = hand_out_returns(n, v, args);
   it_->entry(it_->size()).variant = &v;
   if (describing)
     describe(n, &v, it_->entry(it_->size()), args);
