@@ -738,6 +738,15 @@ def test_an_exception_inside_the_step_does_not_return_early(gate: Gate) -> None:
     assert total.tolist() == [WARM_UP + 1.0] * 2
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """A shell's background job inherits an ignored SIGINT, and then Python installs no handler."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_while_the_end_is_waited_for(gate: Gate) -> None:
     t = Trained(gate).warm_up()
     loss = t.leave_pending()

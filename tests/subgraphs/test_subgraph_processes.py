@@ -52,12 +52,10 @@ print(hits)
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    outputs = []
-    for process in processes:
-        out, err = process.communicate(timeout=180)
+    outputs = [process.communicate(timeout=180) for process in processes]  # all end before one is judged
+    for process, (_, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, err
-        outputs.append(out)
-    return outputs
+    return [out for out, _ in outputs]
 
 
 def test_writers_and_readers_at_once_see_whole_entries_only(store: Store, location: StoreLocation) -> None:
@@ -142,8 +140,11 @@ while time.monotonic() < deadline:
                 store.decide(decision(subgraph, artifacts=refs), HERE)
         else:
             folder = store.checkout(found)
-            file = folder / "model.so" if folder else None
-            assert not file or not file.exists() or file.read_bytes() == b"code %d" % number
+            try:
+                content = (folder / "model.so").read_bytes() if folder else None
+            except FileNotFoundError:  # wiped since the checkout: what was loaded by then would go on
+                continue
+            assert content in (None, b"code %d" % number)
 print(json.dumps(store.counters()))
 """
 
