@@ -41,7 +41,7 @@ class OpRecord:
     """One op of a trace."""
 
     op: str  # name with overload, e.g. "aten::add.Tensor"; pseudo ops are "coexec::..."
-    uid: int  # 64 bit: program location + op + how often this pair was met before in the iteration
+    uid: int  # 64 bit: program location + op + how often this pair was met before in the iteration (unless `folded`)
     location: int  # 64 bit: chain of (code object, instruction offset) from the step's frame
     kind: OpKind
     static: tuple[Hashable, ...]  # attributes that select a path: bool, None, str, dtype, device, list lengths ...
@@ -52,6 +52,7 @@ class OpRecord:
     aliases: tuple[int, ...] = ()  # per output: position in `inputs` whose memory it shares, or -1
     random: bool = False  # draws from the default generator
     node: int = -1  # TraceGraph node already matched (the validated prefix after a fallback), or -1
+    folded: bool = False  # in a loop whose trip count varies: the uid is the same in each pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,9 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
   }
   if (phase == Phase::Trace) {
     location = op_place();
-    uint64_t uid = mix(mix(location, info->name_hash), recorder.occurrence(location, info->name_hash));
-    guarded(location);
-    recorder.record_pseudo(info, Kind::Barrier, location, uid, t ? &*t : nullptr);
-    remember_sequence(uid);
+    OpIdentity id = identify(info, location);
+    recorder.record_pseudo(info, Kind::Barrier, id, t ? &*t : nullptr);
+    remember_sequence(id.uid);
   }
   if (t && t->defined() && t->unsafeGetTensorImpl()->has_storage()) {
     if (t->key_set().has(kKey))

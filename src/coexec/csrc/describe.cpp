@@ -59,13 +59,18 @@ void Step::describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IVal
   description.push_back(std::move(d));
 }
 
+// Not so where a loop begins its segment again.
+static bool follows_in_segment(const Node& a, const Node& b) {
+  return a.segment == b.segment && a.position + 1 == b.position;
+}
+
 // Which memory did Python hold beyond the segment that made it? Backends must return it.
 void Step::learn_survivors() {
   int64_t n = static_cast<int64_t>(path.size());
   for (int64_t i = 0; i < n;) {
     int32_t segment = program.at(path[i]).segment;
     int64_t end = i + 1;
-    while (end < n && segment >= 0 && program.at(path[end]).segment == segment)
+    while (end < n && segment >= 0 && follows_in_segment(program.at(path[end - 1]), program.at(path[end])))
       end++;
     if (segment >= 0 && segments && segments->by_id[segment]->nodes.size() == static_cast<size_t>(end - i))
       segments->by_id[segment]->passes++;
@@ -73,10 +78,10 @@ void Step::learn_survivors() {
       for (int64_t j = i; j < end; j++) {
         const Node& node = program.at(path[j]);
         for (size_t k = 0; k < node.outputs.size(); k++) {
-          int32_t sid = node.slot_base + static_cast<int32_t>(k);
+          auto output = static_cast<int32_t>(k);
           if (node.kind == Kind::Compute && node.outputs[k].defined && node.outputs[k].alias < 0 &&
-              it_->death(sid) > end)
-            program.note_survivor(sid);
+              it_->death(it_->entry(j).first_sid + output) > end)
+            program.note_survivor(node.slot_base + output);
         }
       }
     i = end;

@@ -91,10 +91,8 @@ void Step::to_recorder() {
     if (!computed)
       continue;
     for (auto& v : views) {
-      int32_t node = program.node_of_slot(v.slot);
-      if (log_index_[node] >= 0)
-        recorder.register_value(
-            storage, v.geometry, {static_cast<int32_t>(log_index_[node]), v.slot - program.at(node).slot_base});
+      const Node& maker = program.at(program.node_of_slot(v.slot));
+      recorder.register_value(storage, v.geometry, {static_cast<int32_t>(v.index), v.slot - maker.slot_base});
     }
   }
 }

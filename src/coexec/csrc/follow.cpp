@@ -40,14 +40,14 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
   }
   if (phase == Phase::Coexec)
     fall_back("new path", info->name, location);
-  uint64_t uid = mix(mix(location, info->name_hash), recorder.occurrence(location, info->name_hash));
+  OpIdentity id = identify(info, location);
   stats.traced_ops++;
   {
-    bool guard = guarded(location);
+    bool guard = place(location).guarded;
     PausedGuard inside_kernel(*this);
-    recorder.record(info, location, uid, guard, op, ks, stack);
+    recorder.record(info, id, guard, op, ks, stack);
   }
-  remember_sequence(uid);
+  remember_sequence(id.uid);
 }
 
 bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location) {
@@ -72,6 +72,10 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
       default:
         break;
     }
+    if (views_the_outside(n)) { // it happens at once, whatever the shapes are
+      view(n, nullptr, op, ks, stack);
+      return true;
+    }
     const Variant* v = find_variant(n, args);
     if (!v)
       v = infer_variant(n, args);
@@ -80,12 +84,17 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
       return false;
     }
     if (n.kind == Kind::View)
-      view(n, *v, op, ks, stack);
+      view(n, v, op, ks, stack);
     else
       compute(n, *v, stack);
     return true;
   }
   return false;
+}
+
+// A view of memory from outside is an ordinary tensor, made by the op itself.
+bool Step::views_the_outside(const Node& n) const {
+  return n.kind == Kind::View && n.info->is_view && (in_.empty() || !in_[0].record);
 }
 
 // The op is validated: it becomes the latest entry of the log. The caller fills the entry and publishes it.
@@ -94,7 +103,9 @@ void Step::advance(Node& n) {
   e.node = &n;
   e.variant = nullptr;
   e.patches.clear();
-  log_index_[n.id] = it_->size();
+  bool again = passed_[n.id];
+  passed_[n.id] = true;
+  e.first_sid = again && n.makes_memory() ? it_->new_sids(static_cast<int32_t>(n.outputs.size())) : n.slot_base;
   path.push_back(n.id);
   current_ = &n;
   stats.ops++;
@@ -157,17 +168,19 @@ at::Tensor Step::hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10
   if (o.same_arg >= 0)
     return args[o.same_arg].toTensor();
   int32_t slot = n.slot_base + static_cast<int32_t>(k);
+  int64_t index = it_->size();
   if (o.alias < 0) {
-    auto t = make_placeholder(it_, slot, v.outputs[k], v.nbytes[k], n.info->allocates);
-    it_->set_sid(slot, slot);
+    int32_t sid = it_->entry(index).first_sid + static_cast<int32_t>(k);
+    auto t = make_placeholder(it_, sid, {v.outputs[k], slot, index}, v.nbytes[k], n.info->allocates);
+    it_->set_sid(slot, sid);
     it_->track(record_of(*t.unsafeGetTensorImpl()));
-    record_of(*t.unsafeGetTensorImpl())->last_write = it_->size();
+    record_of(*t.unsafeGetTensorImpl())->last_write = index;
     return t;
   }
   auto* r = in_[o.alias].record;
   int32_t known = r->slot_of(v.outputs[k]);
   if (known < 0) {
-    r->views.push_back({v.outputs[k], slot});
+    r->views.push_back({v.outputs[k], slot, index});
     it_->set_sid(slot, r->sid);
   }
   return make_placeholder_view(*in_[o.alias].tensor, known < 0 ? slot : known, v.outputs[k]);
@@ -244,15 +257,15 @@ void Step::note_keyed_views(const c10::IValue& result) {
 }
 
 void Step::view(
-    Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+    Node& n, const Variant* v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   auto n_args = n.info->args.size();
   StorageRecord* r = in_.empty() ? nullptr : in_[0].record;
   bool in_place = !n.outputs.empty() && n.outputs[0].same_arg >= 0 && n.info->handle->hasTag(at::Tag::inplace_view);
   advance(n);
-  it_->entry(it_->size()).variant = &v;
+  it_->entry(it_->size()).variant = v;
   if (!r) { // metadata only, on real memory
     if (describing)
-      describe(n, &v, it_->entry(it_->size()), torch::jit::last(*stack, n_args));
+      describe(n, v, it_->entry(it_->size()), torch::jit::last(*stack, n_args));
     bool pending = !in_.empty() && external_writes_.count(storage_of(*in_[0].tensor));
     it_->publish(false);
     run_now(op, ks, stack);
@@ -264,10 +277,10 @@ void Step::view(
   if (in_place) { // t_(), squeeze_() ...: changes this very tensor's geometry, touches no memory
     at::Tensor self = *in_[0].tensor;
     run_now(op, ks, stack);
-    const auto* g = v.outputs[0];
+    const auto* g = v->outputs[0];
     int32_t known = r->slot_of(g);
     if (known < 0) {
-      r->views.push_back({g, n.slot_base});
+      r->views.push_back({g, n.slot_base, it_->size()});
       it_->set_sid(n.slot_base, r->sid);
     }
     if (typeid(*self.unsafeGetTensorImpl()) == typeid(PlaceholderImpl)) {
@@ -276,15 +289,14 @@ void Step::view(
       p->slot = known < 0 ? n.slot_base : known;
     }
     if (describing)
-      describe(n, &v, it_->entry(it_->size()), {});
+      describe(n, v, it_->entry(it_->size()), {});
     it_->publish(false);
     return;
   }
   auto args = torch::jit::last(*stack, n_args);
-  auto results = hand_out_returns(n, v, args);
-  it_->entry(it_->size()).variant = &v;
+  auto results = hand_out_returns(n, *v, args);
   if (describing)
-    describe(n, &v, it_->entry(it_->size()), args);
+    describe(n, v, it_->entry(it_->size()), args);
   torch::jit::drop(*stack, n_args);
   for (auto& x : results)
     stack->push_back(std::move(x));

@@ -55,7 +55,7 @@ void keep_outputs(Iteration& it, Entry& e, std::vector<c10::IValue>& results) {
       TORCH_INTERNAL_ASSERT(t.defined() && matches(*g, *t.unsafeGetTensorImpl()), "coexec: ", e.node->info->name,
           " returned ", t.sizes(), " strides ", t.strides(), " where ", c10::IntArrayRef(g->sizes), " strides ",
           c10::IntArrayRef(g->strides), " was handed out");
-      it.set_memory(e.node->slot_base + static_cast<int32_t>(k), t.storage());
+      it.set_memory(e.first_sid + static_cast<int32_t>(k), t.storage());
     }
     k++;
   };
@@ -177,6 +177,7 @@ void GraphRunner::run_iteration() {
       it.set_failed(i, std::current_exception());
       return;
     }
+    note_wait(i);
     if (!it.wait_entry(i, &stats_.stall_s))
       return;
     Entry& e = it.entry(i);
@@ -200,6 +201,15 @@ void GraphRunner::run_iteration() {
     }
     it.set_done(++i);
   }
+}
+
+// Case Select and Loop Cond have no message of their own: the next entry of the log says which way Python went.
+void GraphRunner::note_wait(int64_t at) {
+  if (it_->validated() > at || it_->closed())
+    return;
+  const Node& n = at == 0 ? program_->at(kStart) : *it_->entry(at - 1).node;
+  if (n.children.size() > 1)
+    (n.loop_cond ? stats_.loop_cond_waits : stats_.case_select_waits)++;
 }
 
 void GraphRunner::execute(Entry& e) {

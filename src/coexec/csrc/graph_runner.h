@@ -10,6 +10,7 @@ struct GraphStats {
   double exec_s = 0, stall_s = 0; // since the last reset
   int64_t replayed_ops = 0;
   int64_t compiled_runs = 0, discarded_runs = 0;
+  int64_t case_select_waits = 0, loop_cond_waits = 0; // for Python to say which way it goes
 };
 
 // Writes the live inputs of one segment to a file while it is replayed, for the check of its artifact.
@@ -60,6 +61,7 @@ class GraphRunner {
   std::optional<std::string> unexpected_survivor(const Segment& s, int64_t at);
   void commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results);
   void capture_inputs(Entry& e);
+  void note_wait(int64_t at);
   void execute(Entry& e);
   void adopt_thread_state();
 

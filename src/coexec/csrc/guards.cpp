@@ -63,16 +63,17 @@ bool is_torch(PyCodeObject* code) {
 }
 } // namespace
 
-bool Step::guarded(uint64_t location) {
+const LocationInfo& Step::place(uint64_t location) {
   auto it = locations.find(location);
   if (it != locations.end())
-    return it->second.guarded;
+    return it->second;
   pybind11::gil_scoped_acquire gil;
-  LocationInfo l{location_chain(frame_), false};
+  LocationInfo l{location_chain(frame_), false, false};
+  l.folded = std::any_of(folded_loops_.begin(), folded_loops_.end(), [&](auto& loop) { return loop.holds(l.chain); });
   for (auto& f : l.chain) {
     Py_INCREF(f.code); // instruction addresses stay unique for as long as the program refers to them
     l.guarded |= !is_torch(f.code) && covered(f.code, f.offset);
   }
-  return locations.emplace(location, std::move(l)).first->second.guarded;
+  return locations.emplace(location, std::move(l)).first->second;
 }
 } // namespace coexec

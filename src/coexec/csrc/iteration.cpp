@@ -10,6 +10,7 @@
 namespace coexec {
 namespace {
 constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration
+constexpr size_t kMaxValueChunks = 1 << 14; // 8 million values
 constexpr int64_t kPublishBatch = 8;
 constexpr int64_t kWakeBatch = 64; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
 
@@ -47,13 +48,20 @@ void Iteration::reset(size_t slots) {
   python_wants_.store(-1);
   demanded.store(false);
   error_ = nullptr;
-  memory_.assign(slots, c10::Storage());
-  if (records_.size() != slots)
-    records_ = std::vector<std::atomic<StorageRecord*>>(slots);
-  for (auto& r : records_)
-    r.store(nullptr, std::memory_order_relaxed);
-  death_.assign(slots, INT64_MAX);
-  sid_of_.assign(slots, -1);
+  for (int32_t sid = 0, used = sids_.load(); sid < used; sid++) {
+    set_memory(sid, c10::Storage());
+    auto& v = *values_[sid >> kValueBits];
+    v.records[sid & kValueMask].store(nullptr, std::memory_order_relaxed);
+    v.death[sid & kValueMask] = INT64_MAX;
+  }
+  values_.reserve(kMaxValueChunks);
+  make_room(static_cast<int32_t>(slots));
+  sids_.store(static_cast<int32_t>(slots));
+  if (sid_of_.size() != slots)
+    sid_of_ = std::vector<std::atomic<int32_t>>(slots);
+  for (auto& s : sid_of_)
+    s.store(-1, std::memory_order_relaxed);
+  passing_variants.clear();
   owner_ = std::this_thread::get_id();
   own_frees_.clear();
   pending_frees_.clear();
@@ -67,6 +75,21 @@ void Iteration::reset(size_t slots) {
 }
 
 Iteration::~Iteration() = default;
+
+void Iteration::make_room(int32_t sids) {
+  while (static_cast<int32_t>(values_.size() << kValueBits) < sids) {
+    TORCH_CHECK(values_.size() < kMaxValueChunks, "coexec: more than ", kMaxValueChunks << kValueBits,
+        " values in one step");
+    values_.push_back(std::make_unique<Values>());
+  }
+}
+
+int32_t Iteration::new_sids(int32_t n) {
+  int32_t first = sids_.load(std::memory_order_relaxed);
+  make_room(first + n);
+  sids_.store(first + n, std::memory_order_release);
+  return first;
+}
 
 Entry& Iteration::next_entry() {
   int64_t n = size();
@@ -276,17 +299,17 @@ double Iteration::wait_done_or_published(int64_t n, int64_t index, at::Tensor* v
 }
 
 void Iteration::track(StorageRecord* r) {
-  records_[r->sid].store(r, std::memory_order_relaxed);
+  values_[r->sid >> kValueBits]->records[r->sid & kValueMask].store(r, std::memory_order_relaxed);
 }
 
 void Iteration::storage_died(StorageRecord* r) {
-  death_[r->sid] = size();
+  values_[r->sid >> kValueBits]->death[r->sid & kValueMask] = size();
   record_resolved(r);
 }
 
-// A resolved one stays alive: death_ keeps INT64_MAX. In both cases the GraphRunner drops its own reference.
+// A resolved one stays alive: `death` keeps INT64_MAX. In both cases the GraphRunner drops its own reference.
 void Iteration::record_resolved(StorageRecord* r) {
-  records_[r->sid].store(nullptr, std::memory_order_release);
+  values_[r->sid >> kValueBits]->records[r->sid & kValueMask].store(nullptr, std::memory_order_release);
   if (std::this_thread::get_id() == owner_) {
     own_frees_.push_back(r->sid);
     return;
@@ -299,8 +322,8 @@ void Iteration::record_resolved(StorageRecord* r) {
 std::vector<c10::Storage> Iteration::live_storages() {
   std::vector<c10::Storage> live;
   std::lock_guard<SpinLock> l(records_lock());
-  for (auto& r : records_)
-    if (auto* p = r.load(std::memory_order_acquire)) {
+  for (int32_t sid = 0, used = sids_.load(std::memory_order_acquire); sid < used; sid++)
+    if (auto* p = values_[sid >> kValueBits]->records[sid & kValueMask].load(std::memory_order_acquire)) {
       if (auto alive = p->alive.lock()) // else it dies on another thread right now, which waits for the lock
         live.emplace_back(std::move(alive));
     }
@@ -308,12 +331,12 @@ std::vector<c10::Storage> Iteration::live_storages() {
 }
 
 bool Iteration::record_alive(int32_t sid) {
-  return records_[sid].load(std::memory_order_acquire) != nullptr;
+  return values_[sid >> kValueBits]->records[sid & kValueMask].load(std::memory_order_acquire) != nullptr;
 }
 
 void Iteration::release_frees(Entry& e) {
   for (auto sid : e.frees)
-    memory_[sid] = c10::Storage();
+    set_memory(sid, c10::Storage());
 }
 
 void Iteration::publish_value(int64_t index, at::Tensor value) {

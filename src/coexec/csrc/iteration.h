@@ -2,6 +2,7 @@
 //
 // Single producer (the PythonRunner, on the user's thread), single consumer (the GraphRunner's thread).
 #pragma once
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -55,11 +56,14 @@ struct Entry {
   std::vector<c10::IValue> args; // empty if there is nothing to execute
   c10::SmallVector<Patch, 3> patches;
   c10::SmallVector<int32_t, 2> frees; // memory that Python dropped before this op
+  int32_t first_sid = 0; // memory of its first output; the others follow
 };
 
 // Why a runner waits; indexes the stall counters. Overlap: outside the step, for a call that returned early.
 enum class Wait : uint8_t { Fetch, Sync, StepEnd, Fallback, ForeignWrite, CaseSelect, Input, Overlap, Count };
 
+// Memory has numbers, "sids". A value that a node makes when it is passed for the first time lives in the memory with the
+// number of its slot; a node that is passed again, in a loop, makes its values in memory of its own (`new_sids`).
 class Iteration {
  public:
   Iteration() = default;
@@ -83,18 +87,22 @@ class Iteration {
   // where their exception changes nothing.
   double wait_done(int64_t n, bool raise = true, Signals signals = Signals::WithGil);
   const c10::Storage& memory(int32_t sid) const {
-    return memory_[sid];
+    return values_[sid >> kValueBits]->memory[sid & kValueMask];
   }
+  // The first of `n` consecutive numbers for the memory of an op that was passed before. The PythonRunner.
+  int32_t new_sids(int32_t n);
   void track(StorageRecord* r);
   void storage_died(StorageRecord* r); // any thread
   void record_resolved(StorageRecord* r);
   // Storages of the placeholders that are alive, kept so. Any thread.
   std::vector<c10::Storage> live_storages();
-  // Memory of these slots was filled by native code through its pointer (see make_placeholder).
-  void note_native_fill(int32_t sid) {
-    native_fills.push_back(sid);
+  // Memory of these values was filled by native code through its pointer (see make_placeholder).
+  void note_native_fill(int32_t slot) {
+    native_fills.push_back(slot);
   }
-  std::vector<int32_t> native_fills; // PythonRunner's thread only
+  std::vector<int32_t> native_fills; // slots; PythonRunner's thread only
+  // Output metadata of single ops, for nodes that have met more shapes than they keep.
+  std::deque<Variant> passing_variants; // stable addresses; filled by the PythonRunner
   bool failed() const {
     return failed_at_.load() >= 0;
   }
@@ -105,7 +113,7 @@ class Iteration {
     return error_;
   }
   int64_t death(int32_t sid) const { // log size when Python dropped it; INT64_MAX if it never did
-    return death_[sid];
+    return values_[sid >> kValueBits]->death[sid & kValueMask];
   }
 
   // --- GraphRunner
@@ -121,7 +129,7 @@ class Iteration {
     return closed_.load(std::memory_order_acquire);
   }
   void set_memory(int32_t sid, c10::Storage s) {
-    memory_[sid] = std::move(s);
+    values_[sid >> kValueBits]->memory[sid & kValueMask] = std::move(s);
   }
   void set_done(int64_t n);
   void set_failed(int64_t at, std::exception_ptr e);
@@ -130,12 +138,12 @@ class Iteration {
     return done_.load(std::memory_order_acquire);
   }
   bool record_alive(int32_t sid);
-  // Memory that value `slot` lives in; -1 if it was not made in this iteration.
+  // Memory that value `slot` lives in, of several the one made last; -1 if it was not made in this iteration.
   int32_t sid_of(int32_t slot) const {
-    return sid_of_[slot];
+    return sid_of_[slot].load(std::memory_order_relaxed);
   }
   void set_sid(int32_t slot, int32_t sid) {
-    sid_of_[slot] = sid;
+    sid_of_[slot].store(sid, std::memory_order_relaxed);
   }
 
   bool lazy = false; // the GraphRunner starts only when Python needs a value (the paper's Table 2)
@@ -194,11 +202,22 @@ class Iteration {
   std::condition_variable graph_cv_, python_cv_;
   std::exception_ptr error_;
 
-  std::vector<c10::Storage> memory_; // by sid; written by the GraphRunner, read by Python after done()
+  // What belongs to a piece of memory. Each array is written by another runner: not on one cache line.
+  static constexpr int kValueBits = 9;
+  static constexpr int32_t kValueMask = (1 << kValueBits) - 1;
+  struct Values {
+    std::array<c10::Storage, 1 << kValueBits> memory; // written by the GraphRunner, read by Python after done()
+    alignas(64) std::array<std::atomic<StorageRecord*>, 1 << kValueBits> records{};
+    std::array<int64_t, 1 << kValueBits> death;
+    Values() {
+      death.fill(INT64_MAX);
+    }
+  };
+  void make_room(int32_t sids);
+  std::vector<std::unique_ptr<Values>> values_; // by sid; capacity reserved: never reallocates while both runners run
+  std::atomic<int32_t> sids_{0}; // given out
   std::mutex records_m_; // deaths may come from any thread
-  std::vector<std::atomic<StorageRecord*>> records_; // by sid
-  std::vector<int64_t> death_;
-  std::vector<int32_t> sid_of_; // by slot; written by Python before it publishes the op
+  std::vector<std::atomic<int32_t>> sid_of_; // by slot; written by Python before it publishes the op
   std::thread::id owner_; // the PythonRunner's thread: its own frees need no lock
   c10::SmallVector<int32_t, 8> own_frees_;
   std::vector<int32_t> pending_frees_;

@@ -28,6 +28,7 @@ std::unique_ptr<Node> Step::new_node(const TraceOp& t) {
   n->kind = t.kind;
   n->location = t.location;
   n->uid = t.uid;
+  n->folded = t.folded;
   n->args.assign(t.args.begin(), t.args.end());
   n->returns.assign(t.returns.begin(), t.returns.end());
   n->outputs.assign(t.outputs.begin(), t.outputs.end());
@@ -97,8 +98,8 @@ void Step::learn_variant(Node& n, const TraceOp& t) {
 
 // From now on these locations get real memory at once (recorded as HOST ops).
 void Step::learn_native_fills() {
-  for (int32_t sid : it_->native_fills)
-    if (const Node& n = program.at(program.node_of_slot(sid)); n.info->allocates)
+  for (int32_t slot : it_->native_fills)
+    if (const Node& n = program.at(program.node_of_slot(slot)); n.info->allocates)
       recorder.native_fills.insert(n.location);
   it_->native_fills.clear();
 }

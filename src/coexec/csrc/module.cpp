@@ -98,7 +98,7 @@ py::object export_trace(Step& s) {
     auto aliases = tuple_of(t.outputs, [](const Output& o) { return py::int_(o.alias); });
     auto writes = tuple_of(t.writes, [](int16_t w) { return py::int_(w); });
     ops[i] = op_record(t.info->name, t.uid, t.location, kinds[static_cast<int>(t.kind)], st, numbers, inputs,
-        t.outputs.size(), writes, aliases, t.info->random, t.node);
+        t.outputs.size(), writes, aliases, t.info->random, t.node, t.folded);
   }
   auto ext = tuple_of(
       r.externals, [&](const TraceExternal& e) { return external(e.storage, e.nbytes, e.step_argument, e.foreign); });
@@ -127,11 +127,12 @@ py::dict geometry_dict(const Geometry& g) {
   return d;
 }
 
-// (node, argument types, argument values, tensor inputs (slot, external, geometry), out slots, out geometries, nbytes).
+// (node, argument types, argument values, tensor inputs (slot, external, geometry), out slots, out geometries, nbytes,
+// memory per input).
 py::list export_description(Step& s) {
   py::list l;
   for (auto& d : s.description) {
-    py::list types, values, inputs, outs, nbytes, present;
+    py::list types, values, inputs, memories, outs, nbytes, present;
     for (size_t i = 0; i < d.node->args.size() && i < d.args.size(); i++) {
       const Arg& a = d.node->args[i];
       const char* names[] = {"tensor", "undefined", "wrapped", "list", "static", "number", "object"};
@@ -141,16 +142,18 @@ py::list export_description(Step& s) {
       values.append(d.args[i].isDevice() ? py::object(py::make_tuple("device", d.args[i].toDevice().str()))
                                          : to_python(d.args[i]));
     }
-    for (auto& in : d.inputs)
+    for (auto& in : d.inputs) {
       inputs.append(
           py::make_tuple(in.slot, in.external, in.geometry ? py::object(geometry_dict(*in.geometry)) : py::none()));
+      memories.append(in.sid);
+    }
     for (size_t k = 0; d.variant && k < d.node->outputs.size(); k++) {
       const auto* g = d.variant->outputs[k];
       outs.append(py::make_tuple(d.out_slots[k], d.node->outputs[k].alias, d.node->outputs[k].same_arg >= 0,
           g ? py::object(geometry_dict(*g)) : py::none(), d.variant->nbytes[k]));
     }
     l.append(
-        py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs));
+        py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs, memories));
   }
   return l;
 }
@@ -283,6 +286,10 @@ py::dict stats_of(Step& s) {
     waits[names[i]] = s.stats.waits[i];
   d["waits"] = waits;
   auto& g = s.graph.stats();
+  py::dict graph_waits;
+  graph_waits["case select"] = g.case_select_waits;
+  graph_waits["loop cond"] = g.loop_cond_waits;
+  d["graph_waits"] = graph_waits;
   d["graph_exec_s"] = g.exec_s;
   d["graph_stall_s"] = g.stall_s;
   d["replayed_ops"] = g.replayed_ops;
@@ -374,6 +381,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           })
       .def("ran_plain", &Step::ran_plain)
       .def("extend", [](Step& s, const std::vector<int32_t>& nodes) { translated([&] { s.extend(nodes); }); })
+      .def("fold_loop", &Step::fold_loop)
+      .def("fold_location", &Step::fold_location)
+      .def("mark_loop_conds", &Step::mark_loop_conds)
       .def("trace", [](Step& s) { return translated([&] { return export_trace(s); }); })
       .def("barrier",
           [](Step& s, const std::string& name, std::optional<at::Tensor> t, bool foreign) {

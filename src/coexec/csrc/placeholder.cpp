@@ -135,15 +135,15 @@ void native_access(c10::StorageImpl* s) {
   bool returned = u.iteration->closed(); // `overlap=True`: nothing can be learned for the next iteration
   u.iteration->wait_done(returned ? u.iteration->size() : u.last_write + 1, false);
   if (!returned)
-    u.iteration->note_native_fill(u.sid);
+    u.iteration->note_native_fill(u.slot);
   make_ordinary(s);
 }
 } // namespace
 
 at::Tensor make_placeholder(
-    std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes, bool native_may_fill) {
-  auto* r = new StorageRecord{std::move(it), slot, nbytes};
-  r->views.push_back({g, slot});
+    std::shared_ptr<Iteration> it, int32_t sid, RecordedView value, size_t nbytes, bool native_may_fill) {
+  auto* r = new StorageRecord{std::move(it), sid, nbytes};
+  r->views.push_back(value);
   auto st = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), nbytes,
       c10::DataPtr(native_may_fill ? kNotMapped : nullptr, r, &storage_died, c10::Device(c10::kCPU)),
       c10::GetCPUAllocator(), /*resizable=*/true);
@@ -151,7 +151,7 @@ at::Tensor make_placeholder(
   r->alive = c10::weak_intrusive_ptr<c10::StorageImpl>(st);
   st->set_materializer(&native_access);
   auto p = c10::make_intrusive<PlaceholderImpl>(
-      c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), g, slot);
+      c10::Storage(std::move(st)), c10::DispatchKeySet({c10::DispatchKey::CPU, kKey}), value.geometry, value.slot);
   p->record = r; // not shared yet: no lock
   p->link = &r->impls;
   r->impls = p.get();
@@ -218,7 +218,7 @@ void make_ordinary(const c10::StorageImpl* s) {
 Unresolved unresolved(const c10::StorageImpl* s) {
   std::lock_guard<SpinLock> l(records_lock());
   auto* r = record_of(s);
-  return r ? Unresolved{r->iteration, r->sid, r->last_write} : Unresolved{};
+  return r ? Unresolved{r->iteration, r->sid, r->views.front().slot, r->last_write} : Unresolved{};
 }
 
 void clear_stale_key(c10::TensorImpl* t) {

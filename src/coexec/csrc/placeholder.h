@@ -38,12 +38,13 @@ SpinLock& records_lock();
 struct RecordedView {
   const Geometry* geometry;
   int32_t slot;
+  int64_t index; // in the log, of the op that made it: the op of a loop makes its slot again and again
 };
 
 // One unresolved storage. Lives as long as its StorageImpl keeps it as DataPtr context, or until resolved.
 struct StorageRecord {
   std::shared_ptr<Iteration> iteration; // keeps the real memory reachable
-  int32_t sid; // slot of the value that made the memory
+  int32_t sid; // its memory, see Iteration
   size_t nbytes;
   c10::StorageImpl* impl = nullptr; // not owned: the StorageImpl owns us
   c10::weak_intrusive_ptr<c10::StorageImpl> alive{
@@ -98,7 +99,7 @@ inline StorageRecord* record_of(const c10::TensorImpl& t) {
 // `native_may_fill`: memory of aten::empty, which native code above the dispatcher likes to fill through its pointer;
 // the first such access resolves it and notes it in the iteration.
 at::Tensor make_placeholder(
-    std::shared_ptr<Iteration> it, int32_t slot, const Geometry* g, size_t nbytes, bool native_may_fill);
+    std::shared_ptr<Iteration> it, int32_t sid, RecordedView value, size_t nbytes, bool native_may_fill);
 // Another tensor over the same unresolved memory, as a view op returns it.
 at::Tensor make_placeholder_view(const at::Tensor& base, int32_t slot, const Geometry* g);
 
@@ -108,7 +109,7 @@ void make_ordinary(const c10::StorageImpl* s);
 // What a thread outside the step may know of an unresolved storage.
 struct Unresolved {
   std::shared_ptr<Iteration> iteration; // null: the storage is an ordinary one
-  int32_t sid = -1;
+  int32_t sid = -1, slot = -1; // memory, and the value that made it
   int64_t last_write = -1;
 };
 Unresolved unresolved(const c10::StorageImpl* s);

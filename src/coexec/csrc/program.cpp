@@ -73,6 +73,14 @@ c10::IValue wrapped_value(const c10::TensorImpl& t) {
 }
 
 Program::Program() {
+  clear();
+}
+
+void Program::clear() {
+  nodes_.clear();
+  slot_node_.clear();
+  slots_ = 0;
+  survivors_.clear();
   for (int i = 0; i < 2; i++) { // START and END
     auto n = std::make_unique<Node>();
     n->info = pseudo_op(i == 0 ? "coexec::start" : "coexec::end");

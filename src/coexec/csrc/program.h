@@ -1,6 +1,7 @@
 // The TraceGraph as the native runners follow it. Built by Python (runtime/) from merged traces; read-only while a step
 // is in co-execution.
 #pragma once
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -54,6 +55,8 @@ struct Node {
   Kind kind;
   uint64_t location;
   uint64_t uid;
+  bool folded = false; // in a loop: may be passed several times
+  bool loop_cond = false; // what follows it decides whether a loop goes on; set with the plan
   std::vector<Arg> args;
   std::vector<int32_t> returns; // per schema return: -1 one tensor, n >= 0 a list of n tensors
   std::vector<Output> outputs;
@@ -65,6 +68,10 @@ struct Node {
   int32_t slot_base = 0; // first slot of the outputs
   int32_t segment = -1; // segment it belongs to, and its position in it
   int32_t position = 0;
+
+  bool makes_memory() const {
+    return std::any_of(outputs.begin(), outputs.end(), [](const Output& o) { return o.defined && o.alias < 0; });
+  }
 };
 
 // Metadata and attribute match, shared by the PythonRunner and by recording.
@@ -77,6 +84,7 @@ c10::IValue wrapped_value(const c10::TensorImpl& t);
 class Program {
  public:
   Program();
+  void clear(); // but for START and END
   Node& add(std::unique_ptr<Node> n); // numbered in order of addition; gives it its slots
   Node& at(int32_t id) {
     return *nodes_[id];

@@ -32,6 +32,7 @@ void Recorder::begin_with_prefix(std::vector<c10::StorageImpl*> step_arguments, 
     op.kind = n->kind;
     op.location = n->location;
     op.uid = n->uid;
+    op.folded = n->folded;
     op.node = n->id;
     ops.push_back(std::move(op));
     occurrence(n->location, n->info->name_hash);
@@ -100,12 +101,13 @@ bool writes_argument(const OpInfo& info, c10::ArrayRef<c10::IValue> args, int16_
 }
 } // namespace
 
-void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
+void Recorder::record(const OpInfo* info, const OpIdentity& id, bool guarded, const c10::OperatorHandle& op,
     c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   TraceOp& t = ops.emplace_back(); // filled in place
   t.info = info;
-  t.location = location;
-  t.uid = uid;
+  t.location = id.location;
+  t.uid = id.uid;
+  t.folded = id.folded;
   auto n_args = info->args.size();
   auto args = torch::jit::last(*stack, n_args);
   bool special = false;
@@ -122,7 +124,7 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
     t.kind = Kind::Fetch;
   else if (info->always_sync || !plain || special || (guarded && info->may_raise))
     t.kind = Kind::Sync;
-  else if (info->allocates && native_fills.count(location))
+  else if (info->allocates && native_fills.count(id.location))
     t.kind = Kind::Host;
   c10::SmallVector<c10::IValue, 6> before(args.begin(), args.end());
   try {
@@ -269,12 +271,13 @@ void Recorder::make_external(const TraceOp& t) {
   }
 }
 
-void Recorder::record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* x) {
+void Recorder::record_pseudo(const OpInfo* info, Kind kind, const OpIdentity& id, const at::Tensor* x) {
   TraceOp t;
   t.info = info;
   t.kind = kind;
-  t.location = location;
-  t.uid = uid;
+  t.location = id.location;
+  t.uid = id.uid;
+  t.folded = id.folded;
   if (x && x->defined() && x->unsafeGetTensorImpl()->has_storage())
     t.inputs.push_back(input(*x));
   if (!t.inputs.empty()) {

@@ -16,6 +16,12 @@ struct TraceValue {
   }
 };
 
+// Which op of the iteration this is. See Step::identify.
+struct OpIdentity {
+  uint64_t location, uid;
+  bool folded; // the uid stands for any of the passes of a loop
+};
+
 struct TraceInput {
   TraceValue value;
   const Geometry* geometry;
@@ -27,6 +33,7 @@ struct TraceOp {
   const OpInfo* info = nullptr;
   Kind kind = Kind::Compute;
   uint64_t location = 0, uid = 0;
+  bool folded = false;
   int32_t node = -1; // already matched (the prefix after a fallback): nothing else is filled
   c10::SmallVector<Arg, 4> args;
   c10::SmallVector<TraceInput, 3> inputs;
@@ -71,9 +78,9 @@ class Recorder {
     return counts_[mix(location, name_hash)]++;
   }
   // Runs the op below our key and appends it. `guarded`: a handler of the user covers the current instruction.
-  void record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
+  void record(const OpInfo* info, const OpIdentity& id, bool guarded, const c10::OperatorHandle& op,
       c10::DispatchKeySet ks, torch::jit::Stack* stack);
-  void record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* t);
+  void record_pseudo(const OpInfo* info, Kind kind, const OpIdentity& id, const at::Tensor* t);
   void classify_host_ops();
 
   std::deque<TraceOp> ops; // never moved

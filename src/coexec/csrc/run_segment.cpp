@@ -232,12 +232,13 @@ std::optional<std::string> GraphRunner::unexpected_survivor(const Segment& s, in
     for (size_t k = 0; k < n.outputs.size(); k++) {
       if (!n.outputs[k].defined || n.outputs[k].alias >= 0)
         continue;
-      int32_t sid = n.slot_base + static_cast<int32_t>(k);
+      int32_t slot = n.slot_base + static_cast<int32_t>(k);
+      int32_t sid = it_->entry(at + static_cast<int64_t>(p)).first_sid + static_cast<int32_t>(k);
       bool returned = false;
       for (const auto& o : s.outputs)
-        returned |= o.slot == sid;
+        returned |= o.slot == slot;
       if (!returned && it_->record_alive(sid)) {
-        program_->note_survivor(sid);
+        program_->note_survivor(slot);
         return "Python kept the result of " + n.info->name;
       }
     }
@@ -279,7 +280,8 @@ void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, st
     auto& t = results[r++];
     TORCH_INTERNAL_ASSERT(matches(*o.geometry, *t.unsafeGetTensorImpl()), "coexec: a compiled segment returned ",
         t.sizes(), " strides ", t.strides());
-    it.set_memory(o.slot, t.storage());
+    const Node& n = program_->at(program_->node_of_slot(o.slot));
+    it.set_memory(it.entry(at + n.position).first_sid + o.slot - n.slot_base, t.storage());
   }
   if (!s.commit)
     for (int32_t m : s.mutated) {

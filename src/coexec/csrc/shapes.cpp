@@ -133,9 +133,8 @@ static bool run_meta(const Node& n, c10::ArrayRef<c10::IValue> args, Variant* v)
 }
 
 const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
-  constexpr size_t kMaxVariants = 512;
-  if (n.no_meta || n.variants.empty() || n.variants.size() >= kMaxVariants || !n.info->handle ||
-      chooses_layout(n.info->name))
+  constexpr size_t kMaxVariants = 512; // kept; more are inferred each time
+  if (n.no_meta || n.variants.empty() || !n.info->handle || chooses_layout(n.info->name))
     return nullptr;
   try {
     Variant v;
@@ -160,8 +159,10 @@ const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
       return nullptr;
     if (!run_meta(n, args, &v))
       return nullptr;
-    n.variants.push_front(std::move(v));
     stats.inferred_shapes++;
+    if (n.variants.size() >= kMaxVariants)
+      return &it_->passing_variants.emplace_back(std::move(v));
+    n.variants.push_front(std::move(v));
     return &n.variants.front();
   } catch (const std::exception&) { // no meta kernel, or one that needs data; eager will say what is wrong, if anything
     n.no_meta = true;

@@ -73,7 +73,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     it_->lazy = lazy;
     current_ = &program.at(kStart);
     path.clear();
-    log_index_.assign(program.size(), -1);
+    passed_.assign(program.size(), false);
     barrier_open_ = false;
     description.clear();
     external_descriptions.clear();

@@ -14,6 +14,14 @@ enum class Phase : uint8_t { Off, Trace, Coexec };
 struct LocationInfo {
   std::vector<FrameSite> chain; // innermost first; strong references
   bool guarded; // an exception handler of the user's code covers the instruction
+  bool folded; // in a loop whose passes are one stretch of the graph
+};
+
+// A loop of the user's code, in one of the places that it is called from.
+struct FoldedLoop {
+  std::vector<FrameSite> frames; // the frame that loops, and its callers; references as in `Step::locations`
+  int first, last; // instructions of the loop, as FrameSite::offset
+  bool holds(const std::vector<FrameSite>& chain) const;
 };
 
 struct StepStats {
@@ -78,6 +86,12 @@ class Step {
     co_executed_in_a_row_ = 0;
   }
   void extend(const std::vector<int32_t>& nodes); // the merged trace: TraceGraph node per op
+  // From now on the ops of a loop are one stretch of the graph, however often they run: the loop that covers the
+  // instructions [first, last] in frame `depth` of the chain of `location`; or the op at `location` alone, if Python has no
+  // loop there. The program begins anew.
+  void fold_loop(uint64_t location, size_t depth, int first, int last);
+  void fold_location(uint64_t location);
+  void mark_loop_conds(const std::vector<int32_t>& nodes);
   // Python touches state outside the dispatcher. `resolve`: the tensor's memory goes to the outside for good.
   void barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign);
 
@@ -120,7 +134,8 @@ class Step {
   uint64_t op_place();
   uint64_t in_this_state(uint64_t location) const;
   void remember_sequence(uint64_t uid);
-  bool guarded(uint64_t location);
+  const LocationInfo& place(uint64_t location);
+  OpIdentity identify(const OpInfo* info, uint64_t location);
 
   bool follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
   bool match(const Node& n, c10::ArrayRef<c10::IValue> args);
@@ -133,7 +148,8 @@ class Step {
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
   at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
   c10::SmallVector<c10::IValue, 3> hand_out_returns(Node& n, const Variant& v, c10::ArrayRef<c10::IValue> args);
-  void view(Node& n, const Variant& v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  bool views_the_outside(const Node& n) const;
+  void view(Node& n, const Variant* v, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
@@ -172,7 +188,11 @@ class Step {
   void complete_iteration();
   void settle();
 
+  void start_anew();
+
   StepFrame frame_;
+  std::vector<FoldedLoop> folded_loops_;
+  std::unordered_set<uint64_t> folded_uids_; // of ops in folded loops: those of their backward pass follow
   Places places_;
   std::vector<StepInput> step_arguments_;
   std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it
@@ -189,7 +209,7 @@ class Step {
   std::vector<HostWrite> host_writes_; // of this iteration, in order
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
-  std::vector<int64_t> log_index_; // per node, in this iteration
+  std::vector<char> passed_; // per node: in this iteration, once at least
   c10::SmallVector<In, 8> in_; // of the op at hand
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed_; // ordinary tensors that carry the key for now
   ska::flat_hash_map<c10::StorageImpl*, int64_t> external_writes_; // last log index that wrote memory from outside

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from coexec.errors import InternalError
+from coexec.graph.components import loop_components
 from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Node, Producer, SeenPath, TraceGraph
 from coexec.records import EXTERNAL
 
@@ -22,21 +24,23 @@ def find_problems(graph: TraceGraph) -> Iterator[str]:
     Invariants:
     1. node ids are dense, START is 0 and has no parents, END is 1 and has no children;
     2. `children`, `parents` and `edge_visits` tell the same edges, none twice, each travelled at least once;
-    3. the graph is acyclic, and every edge goes to a higher rank;
+    3. forward edges are acyclic and go to a higher rank; a back edge goes to a folded node from which its source can be
+       reached over forward edges;
     4. every node lies behind START, and `by_key` lists exactly the nodes of a key, oldest first;
     5. every input position allows at least one producer, and each is EXTERNAL or an existing output of a node that
-       reaches this one;
+       comes earlier, or in the same loop;
     6. `fed`, `foreign` and `ambiguous` name existing positions, `foreign` only where EXTERNAL is allowed, and
-       `ambiguous` only where there are alternatives;
-    7. visits are conserved: as many traces enter a node over edges as passed it, and no more leave it;
+       `ambiguous` only where there are alternatives, or several passes of a folded producer;
+    7. visits are conserved: a node was entered over edges as often as it was passed, and left no more often;
     8. every remembered path is a walk from START, and to END if complete, whose data comes from earlier on it.
     """
     yield from _id_problems(graph)
     yield from _edge_problems(graph)
     yield from _cycle_problems(graph)
     yield from _key_problems(graph)
+    loop_of = {node: index for index, loop in enumerate(loop_components(graph)) for node in loop}
     for node in graph.nodes[2:]:
-        yield from (f"node {node.id} ({node.op}) {problem}" for problem in _node_problems(graph, node))
+        yield from (f"node {node.id} ({node.op}) {problem}" for problem in _node_problems(graph, node, loop_of))
     yield from _visit_problems(graph)
     for path in graph.paths.values():
         yield from _path_problems(graph, path)
@@ -64,22 +68,40 @@ def _edge_problems(graph: TraceGraph) -> Iterator[str]:
     for edge, visits in graph.edge_visits.items():
         if visits < 1:
             yield f"edge {edge} was never taken"
+    for edge in sorted(graph.back_edges - set(down)):
+        yield f"back edge {edge} is no edge"
 
 
 def _cycle_problems(graph: TraceGraph) -> Iterator[str]:
-    for node in graph.nodes:
-        for child in node.children:
-            if graph.nodes[child].rank <= node.rank:
-                yield f"edge {(node.id, child)} does not go to a higher rank"
-    missing = [len(node.parents) for node in graph.nodes]
-    ready = [node.id for node in graph.nodes if not node.parents]
+    forward = [
+        [child for child in node.children if (at, child) not in graph.back_edges] for at, node in enumerate(graph.nodes)
+    ]
+    for at, children in enumerate(forward):
+        for child in children:
+            if graph.nodes[child].rank <= graph.nodes[at].rank:
+                yield f"edge {(at, child)} does not go to a higher rank"
+    missing = Counter(child for children in forward for child in children)
+    ready = [at for at in range(len(graph.nodes)) if not missing[at]]
     for at in ready:  # grows while it is walked: Kahn's topological order
-        for child in graph.nodes[at].children:
+        for child in forward[at]:
             missing[child] -= 1
             if missing[child] == 0:
                 ready.append(child)
     if len(ready) != len(graph.nodes):
         yield f"nodes {sorted(set(range(len(graph.nodes))) - set(ready))} are on or behind a cycle"
+    for source, target in sorted(graph.back_edges):
+        if not graph.nodes[target].folded or source not in _reached(forward, target):
+            yield f"back edge {(source, target)} begins no pass of a folded loop"
+
+
+def _reached(forward: list[list[int]], start: int) -> set[int]:
+    found, todo = {start}, [start]
+    while todo:
+        for child in forward[todo.pop()]:
+            if child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
 
 
 def _key_problems(graph: TraceGraph) -> Iterator[str]:
@@ -92,12 +114,12 @@ def _key_problems(graph: TraceGraph) -> Iterator[str]:
         yield "`by_key` does not list the nodes of every key"
 
 
-def _node_problems(graph: TraceGraph, node: Node) -> Iterator[str]:
+def _node_problems(graph: TraceGraph, node: Node, loop_of: dict[int, int]) -> Iterator[str]:
     for position, allowed in enumerate(node.inputs):
         if not allowed:
             yield f"allows no producer at input {position}"
         for producer in sorted(allowed):
-            if producer != EXTERNAL_VALUE and not _is_earlier_output(graph, node, producer):
+            if producer != EXTERNAL_VALUE and not _is_earlier_output(graph, node, producer, loop_of):
                 yield f"allows {producer} at input {position}, which is no output of an earlier node"
     for position in node.fed:
         if not 0 <= position < len(node.numbers):
@@ -106,15 +128,17 @@ def _node_problems(graph: TraceGraph, node: Node) -> Iterator[str]:
         if not 0 <= position < len(node.inputs) or EXTERNAL_VALUE not in node.inputs[position]:
             yield f"has foreign memory at input {position}, which is never external"
     for position in node.ambiguous:
-        if not 0 <= position < len(node.inputs) or len(node.inputs[position]) < 2:
+        allowed = node.inputs[position] if 0 <= position < len(node.inputs) else set()
+        if len(allowed) < 2 and not any(graph.nodes[source].folded for source, _ in allowed - {EXTERNAL_VALUE}):
             yield f"is ambiguous at input {position}, which has no alternatives"
 
 
-def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer) -> bool:
+def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer, loop_of: dict[int, int]) -> bool:
     source, output = producer
     if source == EXTERNAL or not END < source < len(graph.nodes):
         return False
-    return 0 <= output < graph.nodes[source].n_outputs and graph.nodes[source].rank < node.rank
+    same_loop = source in loop_of and loop_of[source] == loop_of.get(node.id)
+    return 0 <= output < graph.nodes[source].n_outputs and (graph.nodes[source].rank < node.rank or same_loop)
 
 
 def _visit_problems(graph: TraceGraph) -> Iterator[str]:

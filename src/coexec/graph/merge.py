@@ -3,6 +3,9 @@
 A pointer stands on the latest matched node. The next op is looked for among its children, then among all nodes with an
 equal key that can follow without a cycle (the branch merges back), and becomes a new node otherwise. When two traces
 run the same ops in different order, one key has two nodes; children first keeps later traces on the right one.
+
+A folded op, of a loop whose trip count varies, has one node: where it cannot follow without a cycle, it begins another
+pass, and the edge to it is a back edge.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coexec.errors import InternalError
-from coexec.graph.order import closes_cycle, link, next_place
+from coexec.graph.order import closes_cycle, link, link_back, next_place
 from coexec.graph.select import RememberedPaths, passed_last
 from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Edge, Node, NodeKey, Producer, TraceGraph, node_key
 from coexec.records import EXTERNAL, OpRecord, Trace, ValueRef
@@ -62,7 +65,7 @@ class _Merger:
         self.foreign = [external.foreign for external in trace.externals]
         self.pointer = graph.nodes[START]  # the latest matched node
         self.path: list[int] = []
-        self.passed: dict[int, int] = {}  # index in `path` per node
+        self.passed: dict[int, int] = {}  # index in `path` per node, of several the last
         self.remembered = RememberedPaths(graph)
         self.behind: set[int] = {START}  # nodes known to reach the pointer, see closes_cycle
         self.new_nodes: list[tuple[int, int]] = []
@@ -96,7 +99,7 @@ class _Merger:
         if op.node >= len(nodes) or nodes[op.node].uid != op.uid:
             raise InternalError(f"Op {index} ({op.op}) is marked as node {op.node}, which is another op or none.")
         edge_known = (self.pointer.id, op.node) in self.graph.edge_visits
-        if not edge_known and closes_cycle(self.graph, self.pointer.id, op.node, self.behind):
+        if not (edge_known or op.folded) and closes_cycle(self.graph, self.pointer.id, op.node, self.behind):
             raise InternalError(
                 f"Op {index} ({op.op}) is marked as node {op.node}, which comes before its predecessor."
             )
@@ -110,9 +113,10 @@ class _Merger:
         return None
 
     def _merge_back(self, key: NodeKey) -> Node | None:
+        nodes = self.graph.nodes
         for candidate in self.graph.by_key.get(key, ()):
-            if not closes_cycle(self.graph, self.pointer.id, candidate, self.behind):
-                return self.graph.nodes[candidate]
+            if nodes[candidate].folded or not closes_cycle(self.graph, self.pointer.id, candidate, self.behind):
+                return nodes[candidate]
         return None
 
     def _branch(self, index: int, op: OpRecord, key: NodeKey) -> Node:
@@ -125,15 +129,19 @@ class _Merger:
         visits = self.graph.edge_visits
         seen = visits.get(edge)
         if seen is None:
-            link(self.graph, *edge)
+            closes = node.folded and closes_cycle(self.graph, *edge, self.behind)
+            (link_back if closes else link)(self.graph, *edge)
             self.new_edges.append(edge)
             seen = 0
         visits[edge] = seen + 1
+        if edge in self.graph.back_edges:  # what was passed so far may lie ahead again
+            self.behind = {START}
 
     def _merge_inputs(self, node: Node, inputs: tuple[ValueRef, ...]) -> None:
         """Adds the producers of this trace to the allowed ones."""
         path = self.path
         for position, ref in enumerate(inputs):
+            of_older_pass = False
             if ref.producer == EXTERNAL:
                 value = EXTERNAL_VALUE
                 if ref.output >= 0 and self.foreign[ref.output] and position not in node.foreign:
@@ -141,20 +149,24 @@ class _Merger:
                     self.new_foreign.append((node.id, position))
             else:
                 value = (path[ref.producer], ref.output)
+                of_older_pass = self.passed[value[0]] != ref.producer
             allowed = node.inputs[position]
             added = value not in allowed
             if added:
                 allowed.add(value)
                 self.new_inputs.append((node.id, position, value))
-            if len(allowed) > 1:
-                self._judge_alternatives(node, position, value, added)
+            if of_older_pass or (len(allowed) > 1 and self._is_undecided(node, position, value, added)):
+                self._mark_ambiguous(node, position)
 
-    def _judge_alternatives(self, node: Node, position: int, value: Producer, added: bool) -> None:
-        """Marks an input whose producer the path does not decide, on this trace or on a remembered one."""
+    def _is_undecided(self, node: Node, position: int, value: Producer, added: bool) -> bool:
+        """True if the path does not decide which producer it is, on this trace or on a remembered one."""
         if position in node.ambiguous:
-            return
+            return True
         expected = passed_last(node.inputs[position], self.passed)
-        if expected != value or (added and self.remembered.contradict(node, position, value)):
+        return expected != value or (added and self.remembered.contradict(node, position, value))
+
+    def _mark_ambiguous(self, node: Node, position: int) -> None:
+        if position not in node.ambiguous:
             node.ambiguous.add(position)
             self.new_ambiguous.append((node.id, position))
 

@@ -1,7 +1,8 @@
-"""Topological ranks: keep the TraceGraph acyclic without walking it for every edge.
+"""Topological ranks: keep the TraceGraph acyclic, but for back edges, without walking it for every edge.
 
-Every edge goes from a lower rank to a higher one, so a path from b to a can only lead through ranks below a's. Ranks
-are spaced (`stride`), so that a branch fits between two neighbours and a push stops at the first gap.
+Every forward edge goes from a lower rank to a higher one, so a path from b to a can only lead through ranks below a's.
+Back edges go the other way and are in no such path. Ranks are spaced (`stride`), so that a branch fits between two
+neighbours and a push stops at the first gap.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ def next_place(parent: Node) -> tuple[int, int]:
 
 
 def closes_cycle(graph: TraceGraph, at: int, target: int, behind: set[int]) -> bool:
-    """True if an edge `at` -> `target` would close a cycle.
+    """True if an edge `at` -> `target` would close a cycle of forward edges.
 
     Args:
-        behind: nodes known to reach `at`. A discovered one is added: it will also reach whatever follows `at`, so a
-            trace that revisits a long stretch in another order pays for one search, not for one per op.
+        behind: nodes known to reach `at` over forward edges. A discovered one is added: it will also reach whatever
+            follows `at`, so a trace that revisits a long stretch in another order pays for one search, not for one per
+            op.
     """
     if target in behind or target == at:
         return True
@@ -35,11 +37,15 @@ def closes_cycle(graph: TraceGraph, at: int, target: int, behind: set[int]) -> b
         return False
     stack, seen = [target], {target}
     while stack:
-        for child in nodes[stack.pop()].children:
+        parent = nodes[stack.pop()]
+        for child in parent.children:
+            rank = nodes[child].rank
+            if rank <= parent.rank:  # a back edge
+                continue
             if child == at or child in behind:
                 behind.add(target)
                 return True
-            if child not in seen and nodes[child].rank < limit:
+            if child not in seen and rank < limit:
                 seen.add(child)
                 stack.append(child)
     return False
@@ -51,18 +57,26 @@ def link(graph: TraceGraph, parent: int, child: int) -> None:
     nodes[parent].children.append(child)
     nodes[child].parents.append(parent)
     if nodes[child].rank <= nodes[parent].rank:
-        _push(nodes, parent, child)
+        _push(graph, parent, child)
 
 
-def _push(nodes: list[Node], parent: int, first: int) -> None:
+def link_back(graph: TraceGraph, parent: int, child: int) -> None:
+    """Adds an edge that `closes_cycle` found to close one: a loop begins another pass."""
+    graph.nodes[parent].children.append(child)
+    graph.nodes[child].parents.append(parent)
+    graph.back_edges.add((parent, child))
+
+
+def _push(graph: TraceGraph, parent: int, first: int) -> None:
     """Raises `first` above `parent` and whatever is then in the way, each node once, in the old topological order."""
+    nodes = graph.nodes
     floor = {first: nodes[parent].rank + 1}
     heap = [(nodes[first].rank, first)]
     while heap:
         node = nodes[heapq.heappop(heap)[1]]
         node.rank = floor.pop(node.id)
         for child in node.children:
-            if nodes[child].rank > node.rank:
+            if nodes[child].rank > node.rank or (node.id, child) in graph.back_edges:
                 continue
             if child == parent:  # ranks would rise for ever
                 raise InternalError(f"Edge {(parent, first)} was added although it closes a cycle.")

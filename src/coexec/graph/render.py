@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Node, Producer, TraceGraph
+from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Edge, Node, Producer, TraceGraph
 from coexec.records import OpKind
 
 Locate = Callable[[int], str]
@@ -17,7 +17,7 @@ def render_graph(graph: TraceGraph, locate: Locate | None = None) -> str:
     """Returns one line per node in topological order.
 
     `%3.1` is output 1 of node 3, `ext` an external value, `a|b` alternatives by path, `!` a written input, `~` a number
-    that is fed; the nodes that may follow come after `->`.
+    that is fed; the nodes that may follow come after `->`, with `^` where they begin another pass of a loop.
     """
     head = f"TraceGraph of {graph.traces} traces: {len(graph.nodes) - 2} nodes, {len(graph.edge_visits)} edges"
     lines = [_line(graph, node, locate) for node in _in_order(graph)]
@@ -25,13 +25,13 @@ def render_graph(graph: TraceGraph, locate: Locate | None = None) -> str:
 
 
 def to_dot(graph: TraceGraph, locate: Locate | None = None) -> str:
-    """Returns the graph in Graphviz's language; edges carry the number of traces that took them."""
+    """Returns the graph in Graphviz's language; edges carry how often traces took them; back edges are dashed."""
     lines = ["digraph TraceGraph {", "  node [shape=box, fontname=monospace];"]
     for node in _in_order(graph):
         label = _quoted(_name(node) + (f"\\n{locate(node.location)}" if locate and node.id > END else ""))
         colour = _COLOURS.get(node.kind) if node.id > END else None
         lines.append(f"  n{node.id} [label={label}{f', style=filled, fillcolor={colour}' if colour else ''}];")
-    lines += [f'  n{a} -> n{b} [label="{visits}"];' for (a, b), visits in sorted(graph.edge_visits.items())]
+    lines += [f"  {_edge(graph, edge, visits)}" for edge, visits in sorted(graph.edge_visits.items())]
     return "\n".join([*lines, "}"])
 
 
@@ -40,11 +40,20 @@ def _in_order(graph: TraceGraph) -> list[Node]:
 
 
 def _line(graph: TraceGraph, node: Node, locate: Locate | None) -> str:
-    following = " ".join(f"{_short(child)}({graph.edge_visits[node.id, child]})" for child in node.children)
+    following = " ".join(_next(graph, node.id, child) for child in node.children)
     text = f"  {_name(node)}{_notes(node)}"
     if following:
         text += f"  -> {following}"
     return text + (f"  # {locate(node.location)}" if locate and node.id > END else "")
+
+
+def _next(graph: TraceGraph, at: int, child: int) -> str:
+    return f"{_short(child)}{'^' if (at, child) in graph.back_edges else ''}({graph.edge_visits[at, child]})"
+
+
+def _edge(graph: TraceGraph, edge: Edge, visits: int) -> str:
+    back = ", style=dashed, constraint=false" if edge in graph.back_edges else ""
+    return f'n{edge[0]} -> n{edge[1]} [label="{visits}"{back}];'
 
 
 def _short(node_id: int) -> str:
@@ -72,6 +81,7 @@ def _value(producer: Producer) -> str:
 def _notes(node: Node) -> str:
     words = [node.kind.name.lower()] if node.id > END and node.kind != OpKind.COMPUTE else []
     words += ["random"] if node.random else []
+    words += ["folded"] if node.folded else []
     words += [f"foreign={sorted(node.foreign)}"] if node.foreign else []
     words += [f"ambiguous={sorted(node.ambiguous)}"] if node.ambiguous else []
     return "".join(f"  {word}" for word in words)

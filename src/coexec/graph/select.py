@@ -1,5 +1,7 @@
 """The data side of Case Select: which of several allowed producers an input has on a given path.
 
+Of a node that a loop passed several times it is the latest pass; a backward pass that reads older ones is ambiguous.
+
 The GraphRunner, ahead of Python, takes the allowed producer that the path passed last (EXTERNAL counts as passed before
 everything). That is what `if c: x = f(x)` before `g(x)` means. It is not always the answer: `g(old if c else x)` picks
 in plain Python, on one path. Such an input is marked `ambiguous`, and the GraphRunner waits there for Python's word.
@@ -17,7 +19,8 @@ def passed_last(allowed: set[Producer], passed: Mapping[int, int]) -> Producer |
     """Returns the allowed producer that was passed last; None if there is none, or two outputs of one node compete.
 
     Args:
-        passed: index on the path per node id; a whole path will do, since producers come before readers on every path.
+        passed: index on the path per node id, of several the last; a whole path without loops will do, since
+            producers come before readers on it.
     """
     best, best_index, tie = None, -2, False
     for producer in allowed:
@@ -30,7 +33,10 @@ def passed_last(allowed: set[Producer], passed: Mapping[int, int]) -> Producer |
 
 
 class RememberedPaths:
-    """The paths of earlier traces, indexed when a merge first asks; a merge that adds no alternative pays nothing."""
+    """The paths of earlier traces, indexed when a merge first asks; a merge that adds no alternative pays nothing.
+
+    Paths that passed a node twice are left out: there, a producer may come again after its reader.
+    """
 
     def __init__(self, graph: TraceGraph) -> None:
         self._graph = graph
@@ -46,6 +52,6 @@ class RememberedPaths:
 
     def _paths(self) -> list[dict[int, int]]:
         if self._indexed is None:
-            paths = self._graph.paths.values()
-            self._indexed = [{at: index for index, at in enumerate(path.nodes)} for path in paths]
+            indexed = [({at: k for k, at in enumerate(path.nodes)}, path) for path in self._graph.paths.values()]
+            self._indexed = [index for index, path in indexed if len(index) == len(path.nodes)]
         return self._indexed

@@ -21,7 +21,11 @@ Producer = tuple[int, int]
 """(node id, output), or EXTERNAL_VALUE."""
 
 Edge = tuple[int, int]
-"""(from node id, to node id): `to` came directly after `from` in some trace."""
+"""(from node id, to node id): `to` came directly after `from` in some trace.
+
+A *back edge* leads to a folded node from which its source can be reached: a loop begins another pass. All others are
+forward edges, and acyclic.
+"""
 
 EXTERNAL_VALUE: Producer = (EXTERNAL, 0)
 """The producer of every value from outside; which external it is, is decided anew in each iteration."""
@@ -36,7 +40,7 @@ MAX_PATHS = 64
 """Distinct whole paths kept; a step that branches at random has too many to keep them all."""
 
 NodeKey = tuple[
-    int,  # uid: location, op and occurrence ordinal within the iteration
+    int,  # uid: location, op and occurrence ordinal within the iteration (folded: location and op)
     tuple[Hashable, ...],  # static
     OpKind,
     tuple[int, ...],  # aliases
@@ -68,17 +72,18 @@ class Node:
     writes: tuple[int, ...]  # input positions whose memory the op writes
     random: bool
     n_outputs: int
-    rank: int  # topological: smaller than every child's. Set by `order`
+    rank: int  # topological: smaller than every child's, but over back edges. Set by `order`
     stride: int  # rank distance to a child that continues the same chain. Set by `order`
+    folded: bool  # an op of a loop whose trip count varies: a path may pass it several times
     inputs: list[set[Producer]]  # per position the producers seen: more than one is the data side of Case Select
-    numbers: tuple[Hashable, ...] = ()  # as in the latest trace
+    numbers: tuple[Hashable, ...] = ()  # as seen last
     spelling: str = "()"  # exact text of `numbers`: tells 1 from 1.0 from True and -0.0 from 0.0, equates nan
     fed: set[int] = field(default_factory=set)  # positions in `numbers` seen to vary: Input Feeding
     foreign: set[int] = field(default_factory=set)  # input positions where memory that others can write was seen
-    ambiguous: set[int] = field(default_factory=set)  # input positions with alternatives that the path does not decide
+    ambiguous: set[int] = field(default_factory=set)  # input positions where the path does not decide which value it is
     children: list[int] = field(default_factory=list)  # in the order of discovery
     parents: list[int] = field(default_factory=list)
-    visits: int = 0  # traces that passed here
+    visits: int = 0  # how often traces passed here; once per pass of a loop
 
 
 @dataclass(slots=True)
@@ -91,12 +96,13 @@ class SeenPath:
 
 
 class TraceGraph:
-    """All paths seen so far; acyclic."""
+    """All paths seen so far; acyclic but for back edges."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = [_pseudo(START, "coexec::start", 0), _pseudo(END, "coexec::end", END_RANK)]
         self.by_key: dict[NodeKey, list[int]] = {}  # ids per key, oldest first; two when op order differs by path
-        self.edge_visits: dict[Edge, int] = {}  # every edge, and how many traces took it
+        self.edge_visits: dict[Edge, int] = {}  # every edge, and how often traces took it
+        self.back_edges: set[Edge] = set()  # those that begin another pass of a loop
         self.paths: dict[int, SeenPath] = {}  # by hash, at most MAX_PATHS
         self.traces = 0  # merged so far
 
@@ -104,7 +110,7 @@ class TraceGraph:
         """Returns a new node for `op` without edges, inputs or numbers' history."""
         node = Node(
             len(self.nodes), key, op.op, op.uid, op.location, op.kind, op.static, op.aliases, op.writes, op.random,
-            op.n_outputs, rank, stride, [set() for _ in op.inputs], op.numbers, repr(op.numbers),
+            op.n_outputs, rank, stride, op.folded, [set() for _ in op.inputs], op.numbers, repr(op.numbers),
         )  # fmt: skip
         self.nodes.append(node)
         self.by_key.setdefault(key, []).append(node.id)
@@ -124,4 +130,4 @@ class TraceGraph:
 
 def _pseudo(node_id: int, op: str, rank: int) -> Node:
     key: NodeKey = (node_id, (), OpKind.HOST, (), (), 0, 0, 0)
-    return Node(node_id, key, op, node_id, 0, OpKind.HOST, (), (), (), False, 0, rank, WIDE_STRIDE, [])
+    return Node(node_id, key, op, node_id, 0, OpKind.HOST, (), (), (), False, 0, rank, WIDE_STRIDE, False, [])

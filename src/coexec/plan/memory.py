@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coexec.graph.tracegraph import Node, Producer, TraceGraph
+from coexec.graph.tracegraph import EXTERNAL_VALUE, Node, Producer, TraceGraph
 from coexec.records import EXTERNAL, OpKind
 
 PYTHON_RUNS = frozenset({OpKind.SYNC, OpKind.BARRIER})
@@ -19,23 +19,32 @@ def external_writes(graph: TraceGraph) -> dict[int, tuple[int, ...]]:
     """Returns per node that the graph executes the input positions through which it writes the outside's memory.
 
     Memory is the outside's if on some path it came from there, or if Python holds it as an ordinary tensor. Aliases
-    are followed to the root of the storage. One pass in topological order: an optimizer's chain of in-place ops on one
-    parameter is as long as the step, too long for recursion.
+    are followed to the root of the storage. One pass in topological order, and more where loops carry memory of the
+    outside on: an optimizer's chain of in-place ops on one parameter is as long as the step, too long for recursion.
     """
-    outside: dict[Producer, bool] = {}
+    in_order = sorted(graph.nodes[2:], key=lambda node: node.rank)
+    outside: set[Producer] = {EXTERNAL_VALUE}
+    while not _add_outside(in_order, outside) and graph.back_edges:
+        pass
     writes: dict[int, tuple[int, ...]] = {}
-    for node in sorted(graph.nodes[2:], key=lambda node: node.rank):
-        positions = [any(_is_outside(outside, value) for value in allowed) for allowed in node.inputs]
-        for output in range(node.n_outputs):
-            root = node.aliases[output] if node.aliases else -1
-            outside[node.id, output] = positions[root] if root >= 0 else node.kind in _PYTHON_OWNS
-        if node.kind not in _PYTHON_OWNS and any(positions[position] for position in node.writes):
-            writes[node.id] = tuple(position for position in node.writes if positions[position])
+    for node in in_order:
+        if node.writes and node.kind not in _PYTHON_OWNS:
+            written = tuple(position for position in node.writes if not outside.isdisjoint(node.inputs[position]))
+            if written:
+                writes[node.id] = written
     return writes
 
 
-def _is_outside(outside: dict[Producer, bool], value: Producer) -> bool:
-    return value[0] == EXTERNAL or outside[value]
+def _add_outside(in_order: list[Node], outside: set[Producer]) -> bool:
+    """Adds the outputs that share memory with `outside`, or are Python's; False if there were new ones."""
+    before = len(outside)
+    for node in in_order:
+        for output in range(node.n_outputs):
+            root = node.aliases[output] if node.aliases else -1
+            shared = not outside.isdisjoint(node.inputs[root]) if root >= 0 else node.kind in _PYTHON_OWNS
+            if shared:
+                outside.add((node.id, output))
+    return len(outside) == before
 
 
 def needs_python(graph: TraceGraph, node: Node) -> bool:

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from coexec.graph.tracegraph import TraceGraph
-from coexec.plan.cases import BasicBlock, Plan, SwitchCase
+from coexec.plan.cases import BasicBlock, Plan, SwitchCase, While
 from coexec.plan.segments import Segment, Segments
 
 
 def render_plan(plan: Plan, graph: TraceGraph, segments: Segments | None = None) -> str:
-    """Returns one line per Switch-Case, block and, if given, segment; `A..B` are the node ids of a chain."""
-    lines = [f"plan of {len(plan.switch_cases)} Switch-Cases, {len(plan.blocks)} basic blocks"]
+    """Returns one line per While, Switch-Case, block and, if given, segment; `A..B` are the node ids of a chain."""
+    loops = f", {len(plan.loops)} loops" if plan.loops else ""
+    lines = [f"plan of {len(plan.switch_cases)} Switch-Cases, {len(plan.blocks)} basic blocks{loops}"]
     for switch_case in plan.switch_cases:
+        lines += [_while(loop, graph) for loop in plan.loops if loop.first_level == switch_case.level]
         lines.append(_switch_case(switch_case))
         for block in switch_case.cases:
             lines += _block(block, graph, segments)
     return "\n".join(lines)
+
+
+def _while(loop: While, graph: TraceGraph) -> str:
+    again = ", ".join(
+        f"%{source} -> %{target}({graph.edge_visits[source, target]})" for source, target in loop.back_edges
+    )
+    return (
+        f"  levels {loop.first_level} to {loop.last_level}: While {loop.id} over {again}; Loop Cond {_list(loop.conds)}"
+    )
 
 
 def _switch_case(switch_case: SwitchCase) -> str:

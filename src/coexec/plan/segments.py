@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from coexec.errors import InternalError
 from coexec.graph.tracegraph import TraceGraph
 from coexec.plan.cases import NO_BLOCK, BasicBlock, Plan
+from coexec.plan.loops import NO_LOOP
 from coexec.plan.memory import external_writes, needs_python
 from coexec.plan.rules import RULES, BlockFacts, Kind, Limits, OpenSegment, distances, first_cut
 from coexec.records import OpKind
@@ -29,7 +30,8 @@ class Segment:
     fetches: tuple[int, ...]  # FETCH nodes, published from inside
     feeds: tuple[int, ...]  # nodes for which the graph needs a word from Python before it starts
     copied_writes: tuple[tuple[int, int], ...]  # (node, input position) done on copies; whoever runs it commits them
-    compile: bool  # False: too little work, or Python runs it
+    compile: bool  # False: too little work, in a loop, or Python runs it
+    in_loop: bool = False  # each pass is replayed: its values are those of this pass and of earlier ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ def cut_segments(graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limit
     writes = external_writes(graph)
     segments: list[Segment] = []
     of_block: list[tuple[int, ...]] = []
+    loop_of = plan.loop_of_block()
     segment_of = [NO_BLOCK] * len(graph.nodes)
     for block in plan.blocks:
         facts = _facts(graph, block, writes, bytes_of)
         first = len(segments)
         for kind, start, stop in _stretches(facts, limits):
-            segments.append(_segment(len(segments), block, facts, kind, start, stop, limits))
+            in_loop = loop_of[block.id] != NO_LOOP
+            segments.append(_segment(len(segments), block, facts, kind, start, stop, limits, in_loop))
             for node in segments[-1].nodes:
                 segment_of[node] = segments[-1].id
         of_block.append(tuple(range(first, len(segments))))
@@ -95,8 +99,9 @@ def _stretches(facts: BlockFacts, limits: Limits) -> Iterator[tuple[Kind, int, i
 
 
 def _segment(
-    segment_id: int, block: BasicBlock, facts: BlockFacts, kind: Kind, start: int, stop: int, limits: Limits
-) -> Segment:
+    segment_id: int, block: BasicBlock, facts: BlockFacts, kind: Kind, start: int, stop: int, limits: Limits,
+    in_loop: bool,
+) -> Segment:  # fmt: skip
     span = range(start, stop)
     ops = sum(facts.nodes[index].kind == OpKind.COMPUTE for index in span)
     copied = ((block.nodes[index], position) for index in span for position in facts.external[index])
@@ -108,5 +113,6 @@ def _segment(
         fetches=tuple(block.nodes[index] for index in span if facts.nodes[index].kind == OpKind.FETCH),
         feeds=tuple(block.nodes[index] for index in span if facts.late[index]),
         copied_writes=tuple(copied) if kind == "functional" else (),
-        compile=kind != "python" and ops >= limits.min_ops,
+        compile=kind != "python" and ops >= limits.min_ops and not in_loop,
+        in_loop=in_loop,
     )

@@ -27,9 +27,11 @@ def explain(runner: StepRunner) -> str:
     for event in runner.history.fallbacks:
         lines.append(f"    {event}")
     lines.append(
-        f"  graph: {len(runner.graph.nodes)} nodes, {stats.switches} switches, segments {stats.segments or 'none'}, "
+        f"  graph: {len(runner.graph.nodes)} nodes, {stats.switches} switches, {stats.loops} loops, segments {stats.segments or 'none'}, "
         f"{stats.fetches} fetches, {stats.feeds} feeds"
     )
     lines += [f"    {text}" for text in runner.segments.describe()]
+    lines += [f"    {text}" for text in runner.loop_lines()]
+    lines += [f"  the graph waited: {why}: {count}" for why, count in runner.graph_waits().items() if count]
     lines += [f"  Python waited: {why}: {count}" for why, count in runner.waits().items() if count]
     return "\n".join(lines)

@@ -54,6 +54,10 @@ class PhasePolicy:
         if self.failures >= (self.RETRIES if self.retrying else self.PATIENCE):
             self._leave_alone()
 
+    def start_anew(self) -> None:
+        """What was learned is given up for a better graph: its first traces are no failures."""
+        self.phase, self.failures = Phase.TRACING, 0
+
     def co_executed(self) -> None:
         """A whole iteration ran in co-execution."""
         self.failures = 0

@@ -147,7 +147,13 @@ class SegmentManager:
         self._abandon_capture(native)
         self._described = False
         self._reinstall(native)
+        native.mark_loop_conds([node for loop in self.plan.loops for node in loop.conds])
         self._active = any(s.state in _UNDER_WAY for s in self.segments)
+
+    def abandon(self, native: Any) -> None:
+        """Another manager takes over: nothing of this one is left under way."""
+        self._abandon_capture(native)
+        native.describing = False
 
     def _reinstall(self, native: Any) -> None:
         native.install_segments([segment.native for segment in self.segments])
@@ -308,9 +314,13 @@ class SegmentManager:
         """Returns how many Switch-Cases wait for Case Select."""
         return sum(case.is_branch for case in self.plan.switch_cases) if self.plan else 0
 
+    def loops(self) -> int:
+        """Returns how many While nodes the plan has."""
+        return len(self.plan.loops) if self.plan else 0
+
     def describe(self) -> list[str]:
         """Returns a line per segment with work in it: what it is, its executor, and why."""
-        return [_describe(segment) for segment in self.segments if segment.planned.compile]
+        return [_describe(s) for s in self.segments if s.planned.compile or (s.planned.in_loop and s.reason)]
 
     def changing(self) -> bool:
         """Whether the plan or a segment's executor is about to change."""
@@ -348,7 +358,9 @@ def _native_core() -> Any:
 def _initial_state(planned: Segment) -> tuple[State, str]:
     if planned.compile:
         return State.OBSERVED, ""
-    return State.REPLAY, "Python runs it" if planned.kind == "python" else "too few ops"
+    if planned.kind == "python":
+        return State.REPLAY, "Python runs it"
+    return State.REPLAY, "in a loop whose trip count varies" if planned.in_loop else "too few ops"
 
 
 def _trial_result(native: Any) -> str:

@@ -56,6 +56,7 @@ class DescribedOp:
     values: list[Any]
     inputs: list[tuple[int, int, dict[str, Any] | None]]  # (slot, external number, geometry)
     outputs: list[tuple[int, int, bool, dict[str, Any] | None, int]]  # (slot, alias, same argument, geometry, nbytes)
+    memories: list[int]  # per input: sid of its memory, -1 if external
 
 
 @dataclass(slots=True)
@@ -88,7 +89,8 @@ class _Builder:
     externals: Sequence[tuple[int, int, dict[str, Any]]]  # (storage, nbytes, geometry)
     nbytes_of_slot: dict[int, int]
     geometry_of_slot: dict[int, dict[str, Any]]
-    storage_of_slot: dict[int, int]  # memory (sid) of every value described so far
+    storage_of_slot: dict[int, int]  # slot that made the memory of every value described
+    memory_of_slot: dict[int, int] = field(default_factory=dict)  # sid of every value that the segment reads
     inputs: list[TensorInput | NumberInput] = field(default_factory=list)
     native_inputs: list[tuple[Any, ...]] = field(default_factory=list)
     captured: list[CapturedInput] = field(default_factory=list)
@@ -215,10 +217,10 @@ def _renew_results(builder: _Builder) -> None:
 
 
 def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
-    """Which memory every value of the iteration lives in."""
+    """Which memory every value of the iteration lives in; of a value that a loop makes again and again, the last one."""
     for op in description:
         for slot, alias, _, geometry, nbytes in op.outputs:
-            if slot < 0 or geometry is None or slot in builder.geometry_of_slot:
+            if slot < 0 or geometry is None:
                 continue
             builder.geometry_of_slot[slot] = geometry
             if alias < 0:
@@ -239,6 +241,7 @@ def _mark_written(builder: _Builder, index: int, entry: tuple[Any, ...]) -> tupl
 def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, ...]) -> None:
     """Appends one op: bind its inputs, translate its arguments, define its outputs."""
     kind = OpKind(op.kind)
+    _check_passes(builder, op)
     if kind == OpKind.FETCH:
         slot = op.inputs[0][0]
         if slot in builder.values:  # else an earlier segment, or the outside, has it already
@@ -261,6 +264,13 @@ def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, .
         return
     args = _arguments(builder, position, op, ids)
     builder.spec_ops.append(Op(op.name, tuple(args), outs))
+
+
+def _check_passes(builder: _Builder, op: DescribedOp) -> None:
+    """A segment names a value by its slot: it cannot read those of several passes of a loop (`torch.stack(outputs)`)."""
+    for (slot, _, _), memory in zip(op.inputs, op.memories, strict=True):
+        if slot >= 0 and builder.memory_of_slot.setdefault(slot, memory) != memory:
+            raise NotDescribableError(f"{op.name} reads what several passes of a loop made")
 
 
 def _as_strided(builder: _Builder, source: int, out: Value | None) -> None:

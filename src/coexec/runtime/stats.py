@@ -17,7 +17,7 @@ class StepStats:
     fallbacks: dict[str, int]  # by reason
     segments: dict[str, int]  # segments of the plan by executor, "replay" or "inductor"
     switches: int  # Switch-Cases of the plan with more than one case
-    loops: int  # While nodes of the plan; loops are unrolled so far, so this is 0
+    loops: int  # While nodes of the plan: loops whose trip count varies; others are unrolled
     feeds: int  # values copied from outside into the graph (Input Feeding)
     fetches: int  # values read back by Python (Output Fetching)
     returned_early: int  # calls that returned while their graph still ran (`overlap=True`)

@@ -16,9 +16,11 @@ from coexec.graph.merge import merge
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
+from coexec.plan.cases import Plan, While
 from coexec.runtime.benefit import BenefitTrial
 from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
 from coexec.runtime.graph_view import GraphView
+from coexec.runtime.folding import LoopFolder
 from coexec.runtime.history import History, user_line
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
@@ -63,6 +65,7 @@ class StepRunner:
         self.counters = Counters()
         self.history = History()
         self.segments = SegmentManager(options)
+        self.loops = LoopFolder()
         self._native: Any = None  # the native Step, once the core is loaded
         self._lock = threading.Lock()
         self._owner: int | None = None  # thread id of the running call
@@ -251,6 +254,7 @@ class StepRunner:
         self._native = None
         self.graph = TraceGraph()
         self.segments = SegmentManager(self.options)
+        self.loops = LoopFolder()
         self.policy = PhasePolicy()
         self.benefit = BenefitTrial()
 
@@ -283,6 +287,9 @@ class StepRunner:
             return
         trace = native.trace()
         result = merge(self.graph, trace)
+        if self.loops.learn(trace, not result.covered, native):
+            self._start_anew(native)
+            return
         native.extend(list(result.nodes))
         # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
         self.policy.learned(not result.covered or _diverged(fallback), completed)
@@ -290,6 +297,13 @@ class StepRunner:
             self.policy.give_up()
         if not result.covered:
             self.segments.graph_changed()
+
+    def _start_anew(self, native: Any) -> None:
+        """Loops were folded: the next iterations are traced into a new graph."""
+        self.segments.abandon(native)
+        self.graph = TraceGraph()
+        self.segments = SegmentManager(self.options)
+        self.policy.start_anew()
 
     def _weigh(self, completed: bool) -> None:
         """Takes a plain or a co-executed iteration into the trial of whether co-execution pays."""
@@ -336,6 +350,26 @@ class StepRunner:
         waits: dict[str, int] = self._native.stats()["waits"] if self._native is not None else {}
         return waits
 
+    def graph_waits(self) -> dict[str, int]:
+        """Returns how often the graph waited for Python to choose its way, by reason."""
+        waits: dict[str, int] = self._native.stats()["graph_waits"] if self._native is not None else {}
+        return waits
+
+    def loop_lines(self) -> list[str]:
+        """Returns a line per While node of the plan: where it is, and how much is in it."""
+        plan = self.segments.plan
+        if plan is None or self._native is None:
+            return []
+        return [self._loop_line(plan, loop) for loop in plan.loops]
+
+    def _loop_line(self, plan: Plan, loop: While) -> str:
+        nodes = [node for block in loop.blocks for node in plan.blocks[block].nodes]
+        begins = self.graph.nodes[loop.back_edges[0][1]]
+        passes = sum(self.graph.edge_visits[edge] for edge in loop.back_edges)
+        nested = f" in loop {loop.parent}" if loop.parent >= 0 else ""
+        place = user_line(self._native.chain(begins.location))
+        return f"loop {loop.id}{nested} at {place}: {len(nodes)} ops, begun again {passes} times in traces"
+
     def graph_view(self) -> Any:
         """Returns the TraceGraph, printable."""
         return GraphView(self.graph)
@@ -359,7 +393,7 @@ class StepRunner:
             fallbacks=dict(self.counters.fallbacks),
             segments=self.segments.by_executor(),
             switches=self.segments.switches(),
-            loops=0,
+            loops=self.segments.loops(),
             feeds=native.get("feeds", 0),
             fetches=native.get("fetches", 0),
             returned_early=native.get("returned_early", 0),

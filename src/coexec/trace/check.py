@@ -21,7 +21,7 @@ def find_problems(trace: Trace) -> Iterator[str]:
     1. an input is an output of an earlier op, or an existing external;
     2. `writes` are positions in `inputs`, each at most once; a VIEW or a FETCH writes nothing;
     3. `aliases` is empty or has one entry per output: a position in `inputs`, or -1;
-    4. a uid occurs at most once: it contains the occurrence ordinal within the iteration;
+    4. a uid occurs at most once, since it contains the occurrence ordinal within the iteration, but for folded ops;
     5. matched ops (`node` >= 0) come first: only a validated prefix is matched before the merge.
     """
     seen: dict[int, int] = {}
@@ -29,7 +29,7 @@ def find_problems(trace: Trace) -> Iterator[str]:
     for index, op in enumerate(trace.ops):
         where = f"op {index} ({op.op})"
         yield from (f"{where} {problem}" for problem in _op_problems(trace, index, op))
-        if op.uid in seen:
+        if op.uid in seen and not (op.folded and trace.ops[seen[op.uid]].folded):
             yield f"{where} has the uid {op.uid:#x} of op {seen[op.uid]}"
         seen[op.uid] = index
         if op.node >= 0 and prefix_ended:

@@ -49,5 +49,7 @@ def _note_words(op: OpRecord) -> Iterator[str]:
         yield f"aliases={op.aliases}"
     if op.random:
         yield "random"
+    if op.folded:
+        yield "folded"
     if op.node >= 0:
         yield f"node={op.node}"
