@@ -33,11 +33,13 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeImplicitAutograd), stack);
     return;
   }
-  if (uint64_t place = op_place(); place != location) {
-    location = place;
+  if (uint64_t known = op_place(); known != location) {
+    location = known;
     if (phase == Phase::Coexec && follow(op, ks, stack, location))
       return;
   }
+  if (by_elements(*info, ks, stack, location))
+    return;
   if (phase == Phase::Coexec)
     fall_back("new path", info->name, location);
   OpIdentity id = identify(info, location);

@@ -63,12 +63,12 @@ bool is_torch(PyCodeObject* code) {
 }
 } // namespace
 
-const LocationInfo& Step::place(uint64_t location) {
+LocationInfo& Step::place(uint64_t location) {
   auto it = locations.find(location);
   if (it != locations.end())
     return it->second;
   pybind11::gil_scoped_acquire gil;
-  LocationInfo l{location_chain(frame_), false, false};
+  LocationInfo l{location_chain(frame_), false, false, false};
   l.folded = std::any_of(folded_loops_.begin(), folded_loops_.end(), [&](auto& loop) { return loop.holds(l.chain); });
   for (auto& f : l.chain) {
     Py_INCREF(f.code); // instruction addresses stay unique for as long as the program refers to them

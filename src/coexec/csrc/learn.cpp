@@ -17,7 +17,7 @@ void Step::extend(const std::vector<int32_t>& nodes) {
     Node& n = program.at(nodes[i]);
     learn_producers(n, t, nodes);
     learn_arguments(n, t);
-    if (t.kind == Kind::Compute || t.kind == Kind::View)
+    if (t.kind == Kind::Compute || (t.kind == Kind::View && !t.outputs.empty()))
       learn_variant(n, t);
   }
 }

@@ -22,6 +22,8 @@ OpIdentity Step::identify(const OpInfo* info, uint64_t location) {
     return {location, mix(pair, recorder.occurrence(location, info->name_hash)), false};
   uint64_t uid = mix(pair, kAnyPass);
   folded_uids_.insert(uid);
+  if (in_list_)
+    list_uids_.insert(uid);
   return {location, uid, true};
 }
 
@@ -39,6 +41,11 @@ void Step::fold_loop(uint64_t location, size_t depth, int first, int last) {
 void Step::fold_location(uint64_t location) {
   locations.at(location).folded = true;
   start_anew();
+}
+
+void Step::fold_list(uint64_t location) {
+  locations.at(location).lists_vary = true;
+  fold_location(location);
 }
 
 // Nodes are numbered anew: what refers to the old ones goes with them.

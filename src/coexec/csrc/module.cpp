@@ -383,6 +383,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("extend", [](Step& s, const std::vector<int32_t>& nodes) { translated([&] { s.extend(nodes); }); })
       .def("fold_loop", &Step::fold_loop)
       .def("fold_location", &Step::fold_location)
+      .def("fold_list", &Step::fold_list)
       .def("mark_loop_conds", &Step::mark_loop_conds)
       .def("trace", [](Step& s) { return translated([&] { return export_trace(s); }); })
       .def("barrier",

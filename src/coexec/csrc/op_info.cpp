@@ -119,6 +119,10 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   }
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
   i->may_raise = checks_values(base);
+  i->list_op = i->name == "aten::unbind.int" ? ListOp::Unbind
+      : i->name == "aten::stack"             ? ListOp::Stack
+      : i->name == "aten::cat"               ? ListOp::Cat
+                                             : ListOp::None;
   static const std::unordered_set<std::string> allocating = {
       "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"};
   i->allocates = allocating.count(base) != 0;

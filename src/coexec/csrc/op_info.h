@@ -18,6 +18,9 @@ enum class ArgClass : uint8_t {
   Object, // Generator, TorchBind ...: if present, the op is effectful
 };
 
+// Ops that make a list of tensors of one, or one of a list. See lists.cpp.
+enum class ListOp : uint8_t { None, Unbind, Stack, Cat };
+
 struct ArgInfo {
   ArgClass cls;
   bool writes; // the schema says that this argument's memory is written
@@ -43,6 +46,7 @@ struct OpInfo {
   bool random = false;
   bool heavy = false; // matrix products, convolutions, attention: the GraphRunner should start at once
   bool allocates = false; // returns uninitialized memory (aten::empty and its kin)
+  ListOp list_op = ListOp::None;
   bool may_raise = false; // the kernel checks values (an index, a factorization ...)
 };
 

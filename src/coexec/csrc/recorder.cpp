@@ -232,6 +232,10 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     t.kind = Kind::View;
   if (inplace_view)
     t.writes.clear();
+  if (t.kind == Kind::View && t.info->is_view && t.inputs[t.outputs[0].alias].value.producer == kExternal) {
+    forget_outputs(t); // they are from outside, too, and as many as the memory has parts
+    return;
+  }
   int32_t index = static_cast<int32_t>(ops.size()) - 1;
   for (size_t k = 0; k < outs.size(); k++) {
     const auto& o = t.outputs[k];
@@ -254,6 +258,10 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
 // What a SYNC op touched is real memory, its results included; nothing else about them is known ahead.
 void Recorder::forget_results(TraceOp& t) {
   make_external(t);
+  forget_outputs(t);
+}
+
+void Recorder::forget_outputs(TraceOp& t) {
   t.returns.clear();
   t.outputs.clear();
   t.geometries.clear();

@@ -101,6 +101,7 @@ class Recorder {
   void describe_outputs(TraceOp& op, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results);
   void make_external(const TraceOp& op);
   void forget_results(TraceOp& op);
+  static void forget_outputs(TraceOp& op);
 
   ska::flat_hash_map<c10::StorageImpl*, Known> known_;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> forgotten_;

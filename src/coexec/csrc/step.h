@@ -15,6 +15,7 @@ struct LocationInfo {
   std::vector<FrameSite> chain; // innermost first; strong references
   bool guarded; // an exception handler of the user's code covers the instruction
   bool folded; // in a loop whose passes are one stretch of the graph
+  bool lists_vary; // an op on lists of varying length: it is done element by element
 };
 
 // A loop of the user's code, in one of the places that it is called from.
@@ -91,6 +92,7 @@ class Step {
   // loop there. The program begins anew.
   void fold_loop(uint64_t location, size_t depth, int first, int last);
   void fold_location(uint64_t location);
+  void fold_list(uint64_t location); // and the lists of the op there are loops over their elements
   void mark_loop_conds(const std::vector<int32_t>& nodes);
   // Python touches state outside the dispatcher. `resolve`: the tensor's memory goes to the outside for good.
   void barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign);
@@ -134,7 +136,13 @@ class Step {
   uint64_t op_place();
   uint64_t in_this_state(uint64_t location) const;
   void remember_sequence(uint64_t uid);
-  const LocationInfo& place(uint64_t location);
+  LocationInfo& place(uint64_t location);
+  bool by_elements(const OpInfo& info, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
+  at::Tensor in_place_of(
+      const c10::OperatorHandle& op, c10::DispatchKeySet ks, std::initializer_list<c10::IValue> args);
+  std::vector<at::Tensor> unbind(const at::Tensor& self, int64_t dim, c10::DispatchKeySet ks);
+  at::Tensor joined(const std::vector<at::Tensor>& elements, int64_t dim, std::vector<int64_t> sizes, bool stacked,
+      c10::DispatchKeySet ks);
   OpIdentity identify(const OpInfo* info, uint64_t location);
 
   bool follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
@@ -193,6 +201,18 @@ class Step {
   StepFrame frame_;
   std::vector<FoldedLoop> folded_loops_;
   std::unordered_set<uint64_t> folded_uids_; // of ops in folded loops: those of their backward pass follow
+  std::unordered_set<uint64_t> list_uids_; // of ops that stand for an element of a list of varying length
+  bool in_list_ = false; // the op at hand is one
+  struct ListUids {
+    explicit ListUids(Step& s) : step(s), before(s.in_list_) {
+      step.in_list_ = true;
+    }
+    ~ListUids() {
+      step.in_list_ = before;
+    }
+    Step& step;
+    bool before;
+  };
   Places places_;
   std::vector<StepInput> step_arguments_;
   std::vector<uint64_t> uid_of_sequence_; // autograd node sequence number (relative) -> op that made it

@@ -27,8 +27,8 @@ def explain(runner: StepRunner) -> str:
     for event in runner.history.fallbacks:
         lines.append(f"    {event}")
     lines.append(
-        f"  graph: {len(runner.graph.nodes)} nodes, {stats.switches} switches, {stats.loops} loops, segments {stats.segments or 'none'}, "
-        f"{stats.fetches} fetches, {stats.feeds} feeds"
+        f"  graph: {len(runner.graph.nodes)} nodes, {stats.switches} switches, {stats.loops} loops, "
+        f"segments {stats.segments or 'none'}, {stats.fetches} fetches, {stats.feeds} feeds"
     )
     lines += [f"    {text}" for text in runner.segments.describe()]
     lines += [f"    {text}" for text in runner.loop_lines()]

@@ -26,22 +26,27 @@ class LoopFolder:
 
     def __init__(self) -> None:
         self.foldings = 0
+        self._lists: set[int] = set()  # locations that were folded
         self._repetitions = Repetitions()
 
     def learn(self, trace: Trace, new_path: bool, native: Any) -> bool:
         """Takes a merged trace. True if loops were folded: native program and TraceGraph are to be built anew."""
         varying = self._repetitions.learn(trace, new_path)
-        if not varying or self.foldings >= MAX_FOLDINGS:
+        lists = varying.lists - self._lists  # some can only be done as a whole
+        if not (varying.loops or lists) or self.foldings >= MAX_FOLDINGS:
             return False
         self.foldings += 1
         constant = [native.chain(location) for location in self._repetitions.constant()]
-        for location in sorted(varying):
+        for location in sorted(varying.loops):
             self._fold(native, location, constant)
+        for location in sorted(lists):
+            native.fold_list(location)
+        self._lists |= lists
         self._repetitions = Repetitions()  # the ops of backward passes have other locations from now on
         return True
 
     def _fold(self, native: Any, location: int, constant: Sequence[Chain]) -> None:
-        """Folds the innermost loop around an op, or the op alone: C++ may loop, or Python may skip it in some passes."""
+        """Folds the innermost loop around an op, or the op alone: C++ may loop, or Python skip it in some passes."""
         chain: Chain = native.chain(location)
         for depth, (code, offset) in enumerate(chain):
             span = enclosing_loop(code, offset)

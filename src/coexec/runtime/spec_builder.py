@@ -217,7 +217,7 @@ def _renew_results(builder: _Builder) -> None:
 
 
 def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
-    """Which memory every value of the iteration lives in; of a value that a loop makes again and again, the last one."""
+    """Which memory every value of the iteration lives in; of a value that a loop makes several times, the last one."""
     for op in description:
         for slot, alias, _, geometry, nbytes in op.outputs:
             if slot < 0 or geometry is None:
@@ -267,7 +267,7 @@ def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, .
 
 
 def _check_passes(builder: _Builder, op: DescribedOp) -> None:
-    """A segment names a value by its slot: it cannot read those of several passes of a loop (`torch.stack(outputs)`)."""
+    """A segment names a value by its slot: it cannot read those of several passes of a loop."""
     for (slot, _, _), memory in zip(op.inputs, op.memories, strict=True):
         if slot >= 0 and builder.memory_of_slot.setdefault(slot, memory) != memory:
             raise NotDescribableError(f"{op.name} reads what several passes of a loop made")

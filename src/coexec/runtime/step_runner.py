@@ -19,8 +19,8 @@ from coexec.intercept.native import native_error, native_if_ready, new_step, wai
 from coexec.plan.cases import Plan, While
 from coexec.runtime.benefit import BenefitTrial
 from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
-from coexec.runtime.graph_view import GraphView
 from coexec.runtime.folding import LoopFolder
+from coexec.runtime.graph_view import GraphView
 from coexec.runtime.history import History, user_line
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
