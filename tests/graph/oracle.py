@@ -15,7 +15,9 @@ class NaiveNode:
     key: object
     children: list[int] = field(default_factory=list)
     inputs: list[set[Producer]] = field(default_factory=list)
-    uses: list[tuple[int, int, Producer]] = field(default_factory=list)  # (trace, input position, producer)
+    uses: list[tuple[int, int, int, Producer, int]] = field(
+        default_factory=list
+    )  # (trace, index of the use, input position, producer, index of the producer)
     numbers: list[tuple[str, ...]] = field(default_factory=list)  # spelled, one entry per visit
 
 
@@ -25,12 +27,14 @@ class NaiveGraph:
     def __init__(self) -> None:
         self.nodes = [NaiveNode("start"), NaiveNode("end")]
         self.paths: list[list[int]] = []
+        self.back: set[tuple[int, int]] = set()
 
     def reaches(self, start: int, goal: int) -> bool:
         found, todo = {start}, [start]
         while todo:
-            for child in self.nodes[todo.pop()].children:
-                if child not in found:
+            at = todo.pop()
+            for child in self.nodes[at].children:
+                if child not in found and (at, child) not in self.back:
                     found.add(child)
                     todo.append(child)
         return goal in found
@@ -41,7 +45,7 @@ class NaiveGraph:
             if self.nodes[child].key == key:
                 return child
         for candidate, node in enumerate(self.nodes):
-            if node.key == key and not self.reaches(candidate, pointer):
+            if node.key == key and (op.folded or not self.reaches(candidate, pointer)):
                 return candidate
         self.nodes.append(NaiveNode(key, inputs=[set() for _ in op.inputs]))
         return len(self.nodes) - 1
@@ -51,12 +55,12 @@ class NaiveGraph:
         pointer = START
         for op in trace.ops:
             at = self.find(pointer, op)
-            self.step(pointer, at)
+            self.step(pointer, at, op.folded)
             node = self.nodes[at]
             for position, ref in enumerate(op.inputs):
                 producer = (EXTERNAL, 0) if ref.producer == EXTERNAL else (path[ref.producer], ref.output)
                 node.inputs[position].add(producer)
-                node.uses.append((len(self.paths), position, producer))
+                node.uses.append((len(self.paths), len(path), position, producer, ref.producer))
             node.numbers.append(tuple(repr(number) for number in op.numbers))
             path.append(at)
             pointer = at
@@ -65,8 +69,10 @@ class NaiveGraph:
         self.paths.append(path)
         return path
 
-    def step(self, parent: int, child: int) -> None:
+    def step(self, parent: int, child: int, folded: bool = False) -> None:
         if child not in self.nodes[parent].children:
+            if folded and self.reaches(child, parent):
+                self.back.add((parent, child))
             self.nodes[parent].children.append(child)
 
     def fed(self, at: int) -> set[int]:
@@ -77,17 +83,28 @@ class NaiveGraph:
         """Input positions where the allowed producer passed last was not the answer in some trace."""
         node = self.nodes[at]
         return {
-            position for number, position, used in node.uses if not self.is_last(number, node.inputs[position], used)
+            position
+            for number, at_index, position, used, used_index in node.uses
+            if not self.is_last(self.paths[number][:at_index], node.inputs[position], used, used_index)
         }
 
-    def is_last(self, number: int, allowed: set[Producer], used: Producer) -> bool:
-        path = self.paths[number]
-        rank = {
-            producer: EXTERNAL_RANK if producer[0] == EXTERNAL else path.index(producer[0])
-            for producer in allowed
-            if producer[0] == EXTERNAL or producer[0] in path
+    def older(self, at: int) -> set[int]:
+        """Input positions that read a value although a later pass of its node had made another one."""
+        return {
+            position
+            for number, at_index, position, used, used_index in self.nodes[at].uses
+            if used[0] != EXTERNAL and used[0] in self.paths[number][used_index + 1 : at_index]
         }
-        return all(other == used or rank[other] < rank[used] for other in rank)
+
+    def is_last(self, passed: list[int], allowed: set[Producer], used: Producer, used_index: int) -> bool:
+        last = {at: index for index, at in enumerate(passed)} | {EXTERNAL: EXTERNAL_RANK}
+        if used[0] != EXTERNAL and last[used[0]] != used_index:
+            return False
+        return all(other == used or last[other[0]] < last[used[0]] for other in allowed if other[0] in last)
+
+    def repeats(self) -> bool:
+        """Whether some trace passed a node twice."""
+        return any(len(set(path)) < len(path) for path in self.paths)
 
 
 def trie_size(traces: list[Trace]) -> int:

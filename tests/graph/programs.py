@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,10 +60,14 @@ Program = tuple[Statement, ...]
 
 
 class Run:
-    """One run of a program: draws its decisions from `seed` and records the trace."""
+    """One run of a program: draws its decisions from `seed` and records the trace.
 
-    def __init__(self, seed: int) -> None:
+    `folded`: locations of ops whose passes are one node.
+    """
+
+    def __init__(self, seed: int, folded: frozenset[int] = frozenset()) -> None:
         self.draw = random.Random(seed)
+        self.folded = folded
         self.ops: list[OpRecord] = []
         self.live: list[ValueRef] = []
         self.met: dict[int, int] = {}
@@ -87,6 +92,7 @@ class Run:
 
     def line(self, line: Line) -> None:
         ordinal = self.met[line.location] = self.met.get(line.location, -1) + 1
+        folded = line.location in self.folded
         inputs = tuple(self.value(back) for back in line.reads)
         outputs = 0 if line.kind in (OpKind.FETCH, OpKind.BARRIER) else 1
         shares = (line.writes or line.kind == OpKind.VIEW) and bool(inputs)
@@ -95,7 +101,7 @@ class Run:
         self.ops.append(
             OpRecord(
                 op=f"test::op{line.location}",
-                uid=line.location * 1000 + ordinal,
+                uid=line.location * 1000 + (999 if folded else ordinal),
                 location=line.location,
                 kind=line.kind,
                 static=(line.static,),
@@ -104,6 +110,7 @@ class Run:
                 n_outputs=outputs,
                 writes=writes,
                 aliases=((0,) if shares else (-1,)) if outputs else (),
+                folded=folded,
             )
         )
         if outputs:
@@ -115,9 +122,9 @@ class Run:
         return ValueRef(EXTERNAL, (back - len(self.live)) % len(EXTERNALS))
 
 
-def run(program: Program, seed: int) -> Trace:
+def run(program: Program, seed: int, folded: frozenset[int] = frozenset()) -> Trace:
     """Returns the trace of one run."""
-    recorder = Run(seed)
+    recorder = Run(seed, folded)
     recorder.body(program)
     return Trace(tuple(recorder.ops), EXTERNALS)
 
@@ -162,11 +169,29 @@ TRACES = st.builds(
 )
 """Traces of several runs of one program."""
 
+FOLDED_TRACES = st.builds(
+    lambda program, seeds, folded: [run(program, seed, folded) for seed in seeds],
+    PROGRAMS,
+    st.lists(st.integers(0, 1000), min_size=1, max_size=6),
+    st.frozensets(st.integers(1, 12), min_size=1),
+)
+"""Traces of several runs of one program with folded ops, in loops or not."""
+
 
 def op(location: int, *inputs: int, number: object = 1, static: str = "", kind: OpKind = OpKind.COMPUTE) -> OpRecord:
     """Returns a hand-written op that reads output 0 of the given ops (-1: the first external)."""
     refs = tuple(ValueRef(index, 0) for index in inputs)
     return OpRecord(f"test::op{location}", location, location, kind, (static,), (number,), refs, 1)
+
+
+def folded(location: int, *inputs: int, number: object = 1, kind: OpKind = OpKind.COMPUTE) -> OpRecord:
+    """Returns a hand-written op of a folded loop."""
+    return dataclasses.replace(op(location, *inputs, number=number, kind=kind), folded=True)
+
+
+def folded_chain(*locations: int) -> Trace:
+    """Returns a trace in which each op reads the one before it; those from 100 on are folded."""
+    return trace(*((folded if place >= 100 else op)(place, index - 1) for index, place in enumerate(locations)))
 
 
 def trace(*ops: OpRecord, complete: bool = True) -> Trace:

@@ -99,6 +99,19 @@ def _path_edge(graph: TraceGraph) -> None:
     graph.paths[1] = SeenPath((2, 4), True, 1)
 
 
+def _back_edge_forward(graph: TraceGraph) -> None:
+    graph.back_edges.add((2, 3))
+
+
+def _back_edge_nowhere(graph: TraceGraph) -> None:
+    graph.back_edges.add((4, 3))
+
+
+def _back_edge_unfolded(graph: TraceGraph) -> None:
+    _add_edge(graph, 4, 2)
+    graph.back_edges.add((4, 2))
+
+
 def _path_data(graph: TraceGraph) -> None:
     _add_edge(graph, 2, 4)
     graph.paths[1] = SeenPath((2, 4), True, 1)
@@ -126,6 +139,9 @@ def _path_data(graph: TraceGraph) -> None:
         (_visits, "was visited 1 times, entered 2 times"),
         (_path_edge, "which is no edge"),
         (_path_data, "nobody produces input 0 of node 4"),
+        (_back_edge_forward, "back edge (2, 3) begins no pass of a folded loop"),
+        (_back_edge_nowhere, "back edge (4, 3) is no edge"),
+        (_back_edge_unfolded, "back edge (4, 2) begins no pass of a folded loop"),
     ],
 )
 def test_a_broken_graph_is_reported(break_it: Callable[[TraceGraph], None], complaint: str) -> None:

@@ -16,7 +16,7 @@ from coexec.graph.tracegraph import END, EXTERNAL_VALUE, MAX_PATHS, START, Trace
 from coexec.records import EXTERNAL, OpKind, OpRecord, Trace, ValueRef
 from coexec.trace.check import check_trace
 from tests.graph.oracle import NaiveGraph, trie_size
-from tests.graph.programs import TRACES, chain, cut_short, op, trace
+from tests.graph.programs import FOLDED_TRACES, TRACES, chain, cut_short, folded, folded_chain, op, trace
 
 
 def graph_of(*traces: Trace) -> TraceGraph:
@@ -41,6 +41,36 @@ def test_random_traces_give_the_graph_of_the_oracle(traces: list[Trace]) -> None
         assert node.fed == naive.fed(node.id)
         assert node.ambiguous == naive.ambiguous(node.id)
     assert len(graph.nodes) - 2 <= trie_size(traces)
+
+
+@given(FOLDED_TRACES)
+@settings(max_examples=120, deadline=None)
+def test_random_traces_with_folded_loops_give_the_graph_of_the_oracle(traces: list[Trace]) -> None:
+    graph, naive = TraceGraph(), NaiveGraph()
+    for one in traces:
+        check_trace(one)
+        assert list(merge(graph, one).nodes) == naive.merge(one)
+        check_graph(graph)
+    assert [node.children for node in graph.nodes] == [node.children for node in naive.nodes]
+    assert graph.back_edges == naive.back
+    folded_keys = [node.key for node in graph.nodes if node.folded]
+    assert len(folded_keys) == len(set(folded_keys))
+    for node, expected in zip(graph.nodes[2:], naive.nodes[2:], strict=True):
+        assert node.inputs == expected.inputs
+        assert node.fed == naive.fed(node.id)
+        assert naive.older(node.id) <= node.ambiguous <= naive.ambiguous(node.id)
+        assert naive.repeats() or node.ambiguous == naive.ambiguous(node.id)
+
+
+@given(FOLDED_TRACES)
+@settings(max_examples=50, deadline=None)
+def test_a_trace_with_loops_merged_again_is_covered_and_takes_the_same_path(traces: list[Trace]) -> None:
+    graph = TraceGraph()
+    paths = [merge(graph, one).nodes for one in traces]
+    for one, path in zip(traces, paths, strict=True):
+        again = merge(graph, one)
+        assert (again.new_nodes, again.new_edges, again.new_inputs, again.new_fed) == ((), (), (), ())
+        assert again.nodes == path
 
 
 @given(TRACES)
@@ -163,6 +193,55 @@ def test_loops_with_different_trip_counts_share_nodes() -> None:
     shorter = merge(graph, loop(1))
     assert shorter.new_nodes == ()
     assert shorter.nodes == (*longer.nodes[:2], longer.nodes[-1])
+    check_graph(graph)
+
+
+def test_a_folded_loop_is_one_stretch_whatever_its_trip_count() -> None:
+    graph = graph_of(folded_chain(10, 100, 101, 50))
+    longer = merge(graph, folded_chain(10, 100, 101, 100, 101, 100, 101, 50))
+    assert longer.nodes == (2, 3, 4, 3, 4, 3, 4, 5)
+    assert longer.new_nodes == ()
+    assert longer.new_edges == ((4, 3),)
+    assert graph.back_edges == {(4, 3)}
+    check_graph(graph)
+    assert merge(graph, folded_chain(10, *[100, 101] * 7, 50)).covered
+    assert graph.nodes[3].inputs == [{(2, 0), (4, 0)}]
+    assert graph.nodes[3].ambiguous == set()
+
+
+def test_a_pass_that_skips_an_op_makes_no_back_edge_inside_the_body() -> None:
+    graph = graph_of(folded_chain(100, 101, 102, 100, 101, 102))
+    assert merge(graph, folded_chain(100, 102, 100, 101, 102, 100, 102)).new_edges == ((2, 4),)
+    assert graph.back_edges == {(4, 2)}
+    check_graph(graph)
+
+
+def test_a_value_of_an_older_pass_is_ambiguous() -> None:
+    backward = [folded(200, 2), folded(200, 1), folded(200, 0)]
+    graph = graph_of(trace(folded(100, -1), folded(100, 0), folded(100, 1), *backward))
+    assert graph.nodes[2].ambiguous == set()
+    assert graph.nodes[3].ambiguous == {0}
+
+
+def test_numbers_that_differ_from_pass_to_pass_are_fed() -> None:
+    graph = graph_of(trace(folded(100, -1, number=0), folded(100, 0, number=1)))
+    assert graph.nodes[2].fed == {0}
+    assert merge(graph, trace(*(folded(100, k - 1, number=k) for k in range(5)))).covered
+
+
+def test_an_op_that_is_not_folded_can_lie_in_a_loop() -> None:
+    """Once per iteration, in a pass that differs: it does not make copies of the loop."""
+    graph = graph_of(folded_chain(100, 20, 100, 100), folded_chain(100, 100, 20, 100))
+    assert [node.op for node in graph.nodes[2:]] == ["test::op100", "test::op20"]
+    assert graph.back_edges == {(3, 2), (2, 2)}
+
+
+def test_a_prefix_may_pass_a_folded_node_again() -> None:
+    graph = graph_of(folded_chain(100, 101))
+    again = [dataclasses.replace(folded(place), numbers=(), node=at) for place, at in ((100, 2), (101, 3), (100, 2))]
+    result = merge(graph, trace(*again, op(50, 1)))
+    assert result.nodes == (2, 3, 2, 4)
+    assert graph.back_edges == {(3, 2)}
     check_graph(graph)
 
 

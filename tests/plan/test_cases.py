@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,12 +14,13 @@ from hypothesis import given, settings
 
 from coexec.errors import InternalError
 from coexec.graph.merge import merge
-from coexec.graph.tracegraph import END, START, TraceGraph
+from coexec.graph.tracegraph import END, START, TraceGraph, node_key
 from coexec.plan.cases import Plan, assign_cases, run_in_order
-from coexec.plan.check import check_plan
+from coexec.plan.check import check_plan, check_segments
+from coexec.plan.loops import MAX_NESTING, NO_LOOP
 from coexec.plan.segments import cut_segments
 from coexec.records import Trace
-from tests.graph.programs import TRACES, chain, cut_short
+from tests.graph.programs import FOLDED_TRACES, TRACES, chain, cut_short, folded_chain, op
 
 
 def graph_of(*traces: Trace) -> TraceGraph:
@@ -42,6 +44,20 @@ def test_running_the_list_in_order_gives_back_every_trace(traces: list[Trace]) -
     for path in paths:
         taken = [block for block in run_in_order(plan, path) if block is not None]
         assert tuple(itertools.chain.from_iterable(block.nodes for block in taken)) == path
+
+
+@given(FOLDED_TRACES)
+@settings(max_examples=150, deadline=None)
+def test_traces_with_loops_are_the_list_run_in_order_with_ranges_run_again(traces: list[Trace]) -> None:
+    graph = TraceGraph()
+    paths = [merge(graph, one).nodes for one in traces]
+    plan = assign_cases(graph)
+    check_plan(plan, graph)
+    for path in paths:
+        taken = [block for block in run_in_order(plan, path) if block is not None]
+        assert tuple(itertools.chain.from_iterable(block.nodes for block in taken)) == path
+    segments = cut_segments(graph, plan, lambda node, position: 0)
+    check_segments(segments, plan, graph, lambda node, position: 0)
 
 
 @given(TRACES)
@@ -110,6 +126,55 @@ def test_loops_with_different_trip_counts_are_levels_that_may_be_skipped() -> No
     traces = [chain(10, *range(100, 100 + trips), 50) for trips in (1, 2, 3)]
     plan = assign_cases(graph_of(*traces))
     assert [switch_case.may_skip for switch_case in plan.switch_cases] == [False, True, True, False]
+
+
+def test_a_folded_loop_is_a_while_over_a_range_of_levels() -> None:
+    plan = assign_cases(graph_of(folded_chain(10, 100, 101, 50), folded_chain(10, 100, 101, 100, 101, 50)))
+    assert levels(plan) == [[(2,)], [(3, 4)], [(5,)]]
+    (loop,) = plan.loops
+    assert (loop.first_level, loop.last_level, loop.back_edges, loop.conds) == (1, 1, ((4, 3),), (4,))
+    assert [switch_case.may_skip for switch_case in plan.switch_cases] == [False, False, False]
+    passes = list(run_in_order(plan, (2, 3, 4, 3, 4, 3, 4, 5)))
+    assert [block.nodes for block in passes if block] == [(2,), (3, 4), (3, 4), (3, 4), (5,)]
+
+
+def test_a_loop_left_in_its_middle_has_a_loop_cond_there() -> None:
+    """`while True: body; if c: break; rest`, and a path that never enters it."""
+    plan = assign_cases(graph_of(folded_chain(10, 100, 101, 100, 50), folded_chain(10, 50)))
+    (loop,) = plan.loops
+    assert (loop.first_level, loop.last_level, loop.conds) == (1, 2, (3,))
+    assert [switch_case.may_skip for switch_case in plan.switch_cases] == [False, True, True, False]
+
+
+def test_nested_loops_have_nested_ranges() -> None:
+    inner = [101, 102] * 2
+    plan = assign_cases(graph_of(folded_chain(10, 100, *inner, 103, 100, *inner, *inner, 103, 50)))
+    outer, nested = plan.loops
+    assert (outer.parent, nested.parent) == (NO_LOOP, outer.id)
+    assert (outer.first_level, outer.last_level) == (1, 3)
+    assert (nested.first_level, nested.last_level) == (2, 2)
+    assert plan.loop_of_block() == (NO_LOOP, outer.id, nested.id, outer.id, NO_LOOP)
+
+
+def test_what_follows_a_loop_lies_behind_its_whole_range() -> None:
+    """The loop is left from its first block; its longest body has three levels."""
+    body = folded_chain(100, 101, 103, 100, 102, 103, 100, 50)
+    plan = assign_cases(graph_of(body))
+    (loop,) = plan.loops
+    assert plan.level_of[plan.block_of[graph_of(body).by_key[node_key(op(50, 0))][0]]] == loop.last_level + 1
+
+
+def test_a_tangle_of_jumps_does_not_nest_for_ever() -> None:
+    order = random.Random(3)
+    places = [order.randrange(100, 140) for _ in range(2000)]
+    graph = graph_of(folded_chain(10, *places, 50))
+    plan = assign_cases(graph)
+    check_plan(plan, graph)
+    assert len(plan.loops) > 1
+    depth = {NO_LOOP: 0}
+    for loop in plan.loops:
+        depth[loop.id] = depth[loop.parent] + 1
+    assert max(depth.values()) <= MAX_NESTING + 1
 
 
 def test_an_empty_graph_and_an_empty_step_have_an_empty_list() -> None:

@@ -36,16 +36,17 @@ void Step::describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IVal
   for (size_t k = 0; k < in_.size(); k++) {
     const In& in = in_[k];
     if (in.record) {
-      d.inputs.push_back({in.slot, in.record->sid, -1, in.geometry});
+      bool latest = it_->sid_of(in.record->views.front().slot) == in.record->sid;
+      d.inputs.push_back({in.slot, in.record->sid, latest, -1, in.geometry});
       continue;
     }
     at::Tensor t = executed ? segment_argument(e, static_cast<int16_t>(k)) : *in.tensor;
     if (!t.defined() || is_special(*t.unsafeGetTensorImpl())) {
-      d.inputs.push_back({kExternal, -1, -1, nullptr});
+      d.inputs.push_back({kExternal, -1, true, -1, nullptr});
       continue;
     }
     int32_t id = describe_external(executed ? t : tensor_over(t.storage(), *intern_of(*t.unsafeGetTensorImpl())));
-    d.inputs.push_back({kExternal, -1, id, external_descriptions[id].geometry});
+    d.inputs.push_back({kExternal, -1, true, id, external_descriptions[id].geometry});
   }
   for (size_t k = 0; v && k < n.outputs.size(); k++) {
     const auto& o = n.outputs[k];

@@ -11,7 +11,7 @@ c10::OperatorHandle find_op(const char* name, const char* overload) {
 
 struct ElementOps {
   c10::OperatorHandle select = find_op("aten::select", "int"), slice = find_op("aten::slice", "Tensor"),
-                      empty = find_op("aten::empty", "memory_format"), copy = find_op("aten::copy_", "");
+                      zeros = find_op("aten::zeros", ""), copy = find_op("aten::copy_", "");
 };
 
 const ElementOps& element_ops() {
@@ -50,10 +50,10 @@ std::vector<at::Tensor> Step::unbind(const at::Tensor& self, int64_t dim, c10::D
 at::Tensor Step::joined(
     const std::vector<at::Tensor>& elements, int64_t dim, std::vector<int64_t> sizes, bool stacked, c10::DispatchKeySet ks) {
   const auto& ops = element_ops();
-  auto none = c10::IValue();
-  at::Tensor out = in_place_of(ops.empty, ks,
+  // Not uninitialized memory, which no check of a compiled segment could compare.
+  at::Tensor out = in_place_of(ops.zeros, ks,
       {c10::IValue(c10::List<int64_t>(sizes)), c10::IValue(elements[0].scalar_type()), c10::IValue(c10::kStrided),
-          c10::IValue(at::Device(at::kCPU)), c10::IValue(false), none});
+          c10::IValue(at::Device(at::kCPU)), c10::IValue(false)});
   int64_t at = 0;
   for (const auto& x : elements) {
     int64_t next = at + (stacked ? 1 : x.size(dim));

@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/extension.h>
+#include <map>
 #include "step.h"
 
 namespace py = pybind11;
@@ -128,7 +129,7 @@ py::dict geometry_dict(const Geometry& g) {
 }
 
 // (node, argument types, argument values, tensor inputs (slot, external, geometry), out slots, out geometries, nbytes,
-// memory per input).
+// (memory, whether it is that of the latest pass) per input).
 py::list export_description(Step& s) {
   py::list l;
   for (auto& d : s.description) {
@@ -145,7 +146,7 @@ py::list export_description(Step& s) {
     for (auto& in : d.inputs) {
       inputs.append(
           py::make_tuple(in.slot, in.external, in.geometry ? py::object(geometry_dict(*in.geometry)) : py::none()));
-      memories.append(in.sid);
+      memories.append(py::make_tuple(in.sid, in.latest));
     }
     for (size_t k = 0; d.variant && k < d.node->outputs.size(); k++) {
       const auto* g = d.variant->outputs[k];
@@ -181,14 +182,19 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
   g->mutated = d["mutated"].cast<std::vector<int32_t>>();
   g->publishes = d["publishes"].cast<std::vector<int32_t>>();
   auto external_inputs = d["external_inputs"].cast<std::unordered_map<int32_t, int32_t>>();
-  auto slot_inputs = d["slot_inputs"].cast<std::unordered_map<int32_t, int32_t>>();
+  std::map<std::pair<int32_t, int32_t>, int32_t> slot_inputs; // (slot, memory) -> input
+  for (auto h : d["slot_inputs"].cast<py::list>()) {
+    auto t = h.cast<py::tuple>();
+    slot_inputs[{t[0].cast<int32_t>(), t[1].cast<int32_t>()}] = t[2].cast<int32_t>();
+  }
   std::unordered_map<int32_t, const OpDescription*> of_node;
   for (auto& x : s.description)
     of_node[x.node->id] = &x;
   for (int32_t n : g->nodes)
     g->variants.push_back(of_node.count(n) ? of_node[n]->variant : nullptr);
   for (auto h : d["inputs"].cast<py::list>()) {
-    auto t = h.cast<py::tuple>(); // (position, input, slot, written, storage) or (position, arg, element, number type)
+    // (position, input, slot, latest, written, storage) or (position, arg, element, number type)
+    auto t = h.cast<py::tuple>();
     SegmentInput in{};
     in.position = t[0].cast<int32_t>();
     in.slot = kExternal;
@@ -200,8 +206,9 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
     } else {
       in.input = t[1].cast<int16_t>();
       in.slot = t[2].cast<int32_t>();
-      in.written = t[3].cast<bool>();
-      in.storage = t[4].cast<int32_t>();
+      in.latest = t[3].cast<bool>();
+      in.written = t[4].cast<bool>();
+      in.storage = t[5].cast<int32_t>();
       in.geometry = of_node.at(g->nodes[in.position])->inputs[in.input].geometry;
       if (in.slot >= 0)
         for (int32_t other : s.program.at(g->nodes[in.position]).producers[in.input])
@@ -223,7 +230,7 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
       if (it->second->node->kind != Kind::Compute)
         continue; // nothing is executed: whoever uses a view is checked for the memory it sees
       SegmentCheck c{static_cast<int32_t>(p), static_cast<int16_t>(k), in.slot, in.sid, -1};
-      if (auto v = slot_inputs.find(in.slot); in.slot >= 0 && v != slot_inputs.end())
+      if (auto v = slot_inputs.find({in.slot, in.sid}); in.slot >= 0 && v != slot_inputs.end())
         c.segment_input = v->second;
       if (in.slot < 0) {
         auto e = external_inputs.find(in.external);

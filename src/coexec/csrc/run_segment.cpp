@@ -101,14 +101,14 @@ bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Te
       it.wait_validated(at, static_cast<int64_t>(s.nodes.size()), &stats_.stall_s) != Iteration::Ahead::Validated)
     return false;
   for (const auto& in : s.inputs) {
-    if (in.geometry && in.slot >= 0) {
+    if (in.geometry && in.slot >= 0 && in.latest) {
       at::Tensor t = computed(in);
       if (!t.defined())
         return false;
       inputs->push_back(std::move(t));
       continue;
     }
-    if (in.geometry && !s.commit) {
+    if (in.geometry && in.slot < 0 && !s.commit) {
       at::Tensor t = predict(in);
       if (t.defined()) {
         inputs->push_back(std::move(t));
@@ -126,7 +126,7 @@ bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Te
       inputs->push_back(number_tensor(e, in));
       continue;
     }
-    at::Tensor t = segment_argument(e, in.input);
+    at::Tensor t = in.slot < 0 ? segment_argument(e, in.input) : computed_argument(it, e, in.input);
     if (!t.defined() || !matches_shape(*in.geometry, *t.unsafeGetTensorImpl()))
       return false;
     inputs->push_back(std::move(t));

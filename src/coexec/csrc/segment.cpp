@@ -33,6 +33,12 @@ at::Tensor segment_argument(const Entry& e, int16_t input) {
   return p && p->external ? tensor_over(c10::Storage(p->external), *p->geometry) : at::Tensor();
 }
 
+at::Tensor computed_argument(Iteration& it, const Entry& e, int16_t input) {
+  const Patch* p = patch_of(e, input);
+  bool there = p && !p->external && it.memory(p->sid).unsafeGetStorageImpl();
+  return there ? tensor_over(it.memory(p->sid), *p->geometry) : at::Tensor();
+}
+
 at::Tensor number_tensor(const Entry& e, const SegmentInput& in) {
   c10::IValue v = e.args[in.arg];
   if (in.element >= 0)

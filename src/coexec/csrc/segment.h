@@ -20,6 +20,7 @@ struct SegmentInput {
   int16_t input; // flattened input of that node (tensors)
   int32_t slot; // value of an earlier segment, or kExternal
   std::vector<int32_t> alternatives; // other values that may stand there, by path (the data side of Case Select)
+  bool latest = true; // false: of several passes that made `slot`, not the last: only Python's own entry says which
   const Geometry* geometry; // null for a number
   int16_t arg, element; // of the number
   at::ScalarType number_type;
@@ -93,6 +94,7 @@ struct SegmentRun {
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to);
 
 at::Tensor segment_argument(const Entry& e, int16_t input); // an external one
+at::Tensor computed_argument(Iteration& it, const Entry& e, int16_t input); // one made in this iteration
 // A number of an op as the artifact takes it, a 0-dim tensor; and whether it has the type that it was compiled for.
 at::Tensor number_tensor(const Entry& e, const SegmentInput& in);
 bool number_fits(const Entry& e, const SegmentInput& in);

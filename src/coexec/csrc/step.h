@@ -36,6 +36,7 @@ struct OpDescription {
   struct Input {
     int32_t slot; // or kExternal
     int32_t sid; // its memory, or -1
+    bool latest; // of several passes of a loop that made such a value, the last one did
     int32_t external; // number in Step::external_descriptions, or -1
     const Geometry* geometry;
   };

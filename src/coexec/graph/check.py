@@ -28,7 +28,7 @@ def find_problems(graph: TraceGraph) -> Iterator[str]:
        reached over forward edges;
     4. every node lies behind START, and `by_key` lists exactly the nodes of a key, oldest first;
     5. every input position allows at least one producer, and each is EXTERNAL or an existing output of a node that
-       comes earlier, or in the same loop;
+       comes earlier, or in a loop from which this one is reached;
     6. `fed`, `foreign` and `ambiguous` name existing positions, `foreign` only where EXTERNAL is allowed, and
        `ambiguous` only where there are alternatives, or several passes of a folded producer;
     7. visits are conserved: a node was entered over edges as often as it was passed, and left no more often;
@@ -38,9 +38,9 @@ def find_problems(graph: TraceGraph) -> Iterator[str]:
     yield from _edge_problems(graph)
     yield from _cycle_problems(graph)
     yield from _key_problems(graph)
-    loop_of = {node: index for index, loop in enumerate(loop_components(graph)) for node in loop}
+    in_loops = {node for loop in loop_components(graph) for node in loop}
     for node in graph.nodes[2:]:
-        yield from (f"node {node.id} ({node.op}) {problem}" for problem in _node_problems(graph, node, loop_of))
+        yield from (f"node {node.id} ({node.op}) {problem}" for problem in _node_problems(graph, node, in_loops))
     yield from _visit_problems(graph)
     for path in graph.paths.values():
         yield from _path_problems(graph, path)
@@ -114,12 +114,12 @@ def _key_problems(graph: TraceGraph) -> Iterator[str]:
         yield "`by_key` does not list the nodes of every key"
 
 
-def _node_problems(graph: TraceGraph, node: Node, loop_of: dict[int, int]) -> Iterator[str]:
+def _node_problems(graph: TraceGraph, node: Node, in_loops: set[int]) -> Iterator[str]:
     for position, allowed in enumerate(node.inputs):
         if not allowed:
             yield f"allows no producer at input {position}"
         for producer in sorted(allowed):
-            if producer != EXTERNAL_VALUE and not _is_earlier_output(graph, node, producer, loop_of):
+            if producer != EXTERNAL_VALUE and not _is_earlier_output(graph, node, producer, in_loops):
                 yield f"allows {producer} at input {position}, which is no output of an earlier node"
     for position in node.fed:
         if not 0 <= position < len(node.numbers):
@@ -133,12 +133,15 @@ def _node_problems(graph: TraceGraph, node: Node, loop_of: dict[int, int]) -> It
             yield f"is ambiguous at input {position}, which has no alternatives"
 
 
-def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer, loop_of: dict[int, int]) -> bool:
+def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer, in_loops: set[int]) -> bool:
     source, output = producer
     if source == EXTERNAL or not END < source < len(graph.nodes):
         return False
-    same_loop = source in loop_of and loop_of[source] == loop_of.get(node.id)
-    return 0 <= output < graph.nodes[source].n_outputs and (graph.nodes[source].rank < node.rank or same_loop)
+    if not 0 <= output < graph.nodes[source].n_outputs:
+        return False
+    if graph.nodes[source].rank < node.rank:
+        return True
+    return source in in_loops and node.id in _reached([at.children for at in graph.nodes], source)
 
 
 def _visit_problems(graph: TraceGraph) -> Iterator[str]:

@@ -32,6 +32,12 @@ def passed_last(allowed: set[Producer], passed: Mapping[int, int]) -> Producer |
     return None if tie else best
 
 
+def _before(node: Node, allowed: set[Producer], path: dict[int, int]) -> dict[int, int]:
+    """The part of an indexed path that matters to `node`. In a loop, a producer may come after its reader."""
+    here = path[node.id]
+    return {source: path[source] for source, _ in allowed if path.get(source, here) < here}
+
+
 class RememberedPaths:
     """The paths of earlier traces, indexed when a merge first asks; a merge that adds no alternative pays nothing.
 
@@ -46,7 +52,7 @@ class RememberedPaths:
         """True if the rule would choose `added`, seen only now, on an earlier path, which had another producer."""
         allowed = node.inputs[position]
         return any(
-            node.id in path and added[0] in path and passed_last(allowed, path) in (added, None)
+            node.id in path and added[0] in path and passed_last(allowed, _before(node, allowed, path)) in (added, None)
             for path in self._paths()
         )
 

@@ -320,7 +320,7 @@ class SegmentManager:
 
     def describe(self) -> list[str]:
         """Returns a line per segment with work in it: what it is, its executor, and why."""
-        return [_describe(s) for s in self.segments if s.planned.compile or (s.planned.in_loop and s.reason)]
+        return [_describe(segment) for segment in self.segments if segment.planned.compile]
 
     def changing(self) -> bool:
         """Whether the plan or a segment's executor is about to change."""

@@ -36,6 +36,9 @@ EXTERNAL_IDS = 1_000_000_000
 VIEW_IDS = 2_000_000_000
 """Value ids of views that no op of the step made, but a `.data =` or an in-place metadata change."""
 
+PASS_IDS = 3_000_000_000
+"""Value ids of inputs whose slot is that of another input: several passes of a loop made them."""
+
 
 FROM_THE_TENSOR = -1
 """Start of captured bytes: where the tensor itself begins at that moment, not a fixed place in its storage."""
@@ -56,7 +59,7 @@ class DescribedOp:
     values: list[Any]
     inputs: list[tuple[int, int, dict[str, Any] | None]]  # (slot, external number, geometry)
     outputs: list[tuple[int, int, bool, dict[str, Any] | None, int]]  # (slot, alias, same argument, geometry, nbytes)
-    memories: list[int]  # per input: sid of its memory, -1 if external
+    memories: list[tuple[int, bool]]  # per input: (sid, of several passes that made the value: the latest?)
 
 
 @dataclass(slots=True)
@@ -90,12 +93,12 @@ class _Builder:
     nbytes_of_slot: dict[int, int]
     geometry_of_slot: dict[int, dict[str, Any]]
     storage_of_slot: dict[int, int]  # slot that made the memory of every value described
-    memory_of_slot: dict[int, int] = field(default_factory=dict)  # sid of every value that the segment reads
     inputs: list[TensorInput | NumberInput] = field(default_factory=list)
     native_inputs: list[tuple[Any, ...]] = field(default_factory=list)
     captured: list[CapturedInput] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     storage_index: dict[tuple[str, int], int] = field(default_factory=dict)  # ("e"/"s", number) -> index
+    identity_of: dict[tuple[int, int], int] = field(default_factory=dict)  # (slot, memory) of an input -> value id
     values: dict[int, Value] = field(default_factory=dict)
     input_of_value: dict[int, int] = field(default_factory=dict)
     spec_ops: list[Op] = field(default_factory=list)
@@ -163,7 +166,7 @@ def build_segment(
         "outputs": outputs,
         "mutated": list(spec.mutated),
         "external_inputs": builder.external_inputs,
-        "slot_inputs": {value: index for value, index in builder.input_of_value.items() if value < EXTERNAL_IDS},
+        "slot_inputs": [(*key, builder.input_of_value[value]) for key, value in builder.identity_of.items()],
         "number_checks": builder.number_checks,
         "publishes": [publish.channel for publish in builder.publishes],
     }
@@ -234,25 +237,24 @@ def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
 def _mark_written(builder: _Builder, index: int, entry: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(entry) == 4:
         return entry
-    position, flat, slot, _, storage = entry
-    return (position, flat, slot, storage in builder.written, storage)
+    position, flat, slot, latest, storage = entry
+    return (position, flat, slot, latest, storage in builder.written, storage)
 
 
 def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, ...]) -> None:
     """Appends one op: bind its inputs, translate its arguments, define its outputs."""
     kind = OpKind(op.kind)
-    _check_passes(builder, op)
     if kind == OpKind.FETCH:
         slot = op.inputs[0][0]
         if slot in builder.values:  # else an earlier segment, or the outside, has it already
-            value = _value(builder, position, 0, op.inputs[0])
+            value = _value(builder, position, 0, op)
             builder.publishes.append(Publish(len(builder.spec_ops) - 1, value, position))
         return
     if kind not in (OpKind.COMPUTE, OpKind.VIEW):
         return
     if kind == OpKind.VIEW and (not op.inputs or op.inputs[0][0] not in builder.values):
         return  # a view of memory from before the segment is an input of whoever uses it
-    ids = [_value(builder, position, index, entry) for index, entry in enumerate(op.inputs)]
+    ids = [_value(builder, position, index, op) for index in range(len(op.inputs))]
     for index in writes:
         storage = builder.values[ids[index]].storage
         if builder.storages[storage].external:
@@ -266,13 +268,6 @@ def _add(builder: _Builder, position: int, op: DescribedOp, writes: tuple[int, .
     builder.spec_ops.append(Op(op.name, tuple(args), outs))
 
 
-def _check_passes(builder: _Builder, op: DescribedOp) -> None:
-    """A segment names a value by its slot: it cannot read those of several passes of a loop."""
-    for (slot, _, _), memory in zip(op.inputs, op.memories, strict=True):
-        if slot >= 0 and builder.memory_of_slot.setdefault(slot, memory) != memory:
-            raise NotDescribableError(f"{op.name} reads what several passes of a loop made")
-
-
 def _as_strided(builder: _Builder, source: int, out: Value | None) -> None:
     if out is None:
         return
@@ -280,40 +275,51 @@ def _as_strided(builder: _Builder, source: int, out: Value | None) -> None:
     builder.spec_ops.append(Op("aten::as_strided", args, (out,)))
 
 
-def _value(builder: _Builder, position: int, index: int, entry: tuple[int, int, dict[str, Any] | None]) -> int:
+def _value(builder: _Builder, position: int, index: int, op: DescribedOp) -> int:
     """Returns the id of an op's input, made an input of the segment if nothing before defined it."""
-    slot, external, geometry = entry
+    slot, external, geometry = op.inputs[index]
+    memory, latest = op.memories[index]
     if geometry is None:
         raise NotDescribableError(f"input {index} of node at position {position} is no strided CPU tensor")
     if slot < 0:
         identity = EXTERNAL_IDS + external
         if identity not in builder.values:
             number, nbytes, _ = builder.externals[external]
-            _bind(builder, identity, ("e", number), nbytes, geometry, (position, index, -1))
+            _bind(builder, identity, ("e", number), nbytes, geometry, (position, index, -1, True))
             builder.external_inputs[external] = builder.input_of_value[identity]
         return identity
-    if slot not in builder.values:
-        memory = builder.storage_of_slot.get(slot, slot)
+    identity = _identity(builder, slot, memory)
+    if identity not in builder.values:
+        root = builder.storage_of_slot.get(slot, slot)
         if builder.geometry_of_slot.get(slot) != geometry:
             raise NotDescribableError(f"a value of an earlier segment is seen through another geometry: slot {slot}")
-        nbytes = builder.nbytes_of_slot.get(memory, 0)
-        _bind(builder, slot, ("s", memory), nbytes, geometry, (position, index, memory))
-        return slot
-    value = builder.values[slot]
+        nbytes = builder.nbytes_of_slot.get(root, 0)
+        _bind(builder, identity, ("s", memory), nbytes, geometry, (position, index, root, latest))
+        builder.identity_of[slot, memory] = identity
+        return identity
+    value = builder.values[identity]
     if _geometry_of(value) == geometry:
-        return slot
+        return identity
     builder.next_view += 1
     view = _make_value(builder.next_view, value.storage, geometry)
     builder.values[view.id] = view
-    _as_strided(builder, slot, view)
+    _as_strided(builder, identity, view)
     return view.id
+
+
+def _identity(builder: _Builder, slot: int, memory: int) -> int:
+    """Returns the value id of a computed value: its slot, unless it is another pass's value of a slot read already."""
+    known = builder.identity_of.get((slot, memory))
+    if known is not None:
+        return known
+    return PASS_IDS + len(builder.identity_of) if slot in builder.input_of_value else slot
 
 
 def _bind(
     builder: _Builder, identity: int, memory: tuple[str, int], nbytes: int, geometry: dict[str, Any],
-    place: tuple[int, int, int],
+    place: tuple[int, int, int, bool],
 ) -> None:  # fmt: skip
-    """Makes a value an input of the segment."""
+    """Makes a value an input of the segment; `place` is (position, input, slot of its memory or -1, latest pass)."""
     storage = builder.storage_index.get(memory)
     if storage is None:
         storage = builder.storage_index[memory] = len(builder.storages)
@@ -322,8 +328,8 @@ def _bind(
     builder.values[identity] = value
     builder.input_of_value[identity] = len(builder.inputs)
     builder.inputs.append(TensorInput(value))
-    position, index, slot = place
-    builder.native_inputs.append((position, index, slot, False, storage))
+    position, index, slot, latest = place
+    builder.native_inputs.append((position, index, slot, latest, storage))
     builder.captured.append(CapturedInput(position, index, storage=storage))
 
 

@@ -368,7 +368,7 @@ class StepRunner:
         passes = sum(self.graph.edge_visits[edge] for edge in loop.back_edges)
         nested = f" in loop {loop.parent}" if loop.parent >= 0 else ""
         place = user_line(self._native.chain(begins.location))
-        return f"loop {loop.id}{nested} at {place}: {len(nodes)} ops, begun again {passes} times in traces"
+        return f"loop {loop.id}{nested} at {place}: {len(nodes)} ops, replayed; {passes} more passes in the traces"
 
     def graph_view(self) -> Any:
         """Returns the TraceGraph, printable."""
