@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from coexec.errors import InternalError
-from coexec.graph.components import loop_components
 from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Node, Producer, SeenPath, TraceGraph
 from coexec.records import EXTERNAL
 
@@ -28,7 +27,7 @@ def find_problems(graph: TraceGraph) -> Iterator[str]:
        reached over forward edges;
     4. every node lies behind START, and `by_key` lists exactly the nodes of a key, oldest first;
     5. every input position allows at least one producer, and each is EXTERNAL or an existing output of a node that
-       comes earlier, or in a loop from which this one is reached;
+       comes earlier, or reaches this one over another pass of a loop;
     6. `fed`, `foreign` and `ambiguous` name existing positions, `foreign` only where EXTERNAL is allowed, and
        `ambiguous` only where there are alternatives, or several passes of a folded producer;
     7. visits are conserved: a node was entered over edges as often as it was passed, and left no more often;
@@ -38,9 +37,8 @@ def find_problems(graph: TraceGraph) -> Iterator[str]:
     yield from _edge_problems(graph)
     yield from _cycle_problems(graph)
     yield from _key_problems(graph)
-    in_loops = {node for loop in loop_components(graph) for node in loop}
     for node in graph.nodes[2:]:
-        yield from (f"node {node.id} ({node.op}) {problem}" for problem in _node_problems(graph, node, in_loops))
+        yield from (f"node {node.id} ({node.op}) {problem}" for problem in _node_problems(graph, node))
     yield from _visit_problems(graph)
     for path in graph.paths.values():
         yield from _path_problems(graph, path)
@@ -114,12 +112,12 @@ def _key_problems(graph: TraceGraph) -> Iterator[str]:
         yield "`by_key` does not list the nodes of every key"
 
 
-def _node_problems(graph: TraceGraph, node: Node, in_loops: set[int]) -> Iterator[str]:
+def _node_problems(graph: TraceGraph, node: Node) -> Iterator[str]:
     for position, allowed in enumerate(node.inputs):
         if not allowed:
             yield f"allows no producer at input {position}"
         for producer in sorted(allowed):
-            if producer != EXTERNAL_VALUE and not _is_earlier_output(graph, node, producer, in_loops):
+            if producer != EXTERNAL_VALUE and not _is_earlier_output(graph, node, producer):
                 yield f"allows {producer} at input {position}, which is no output of an earlier node"
     for position in node.fed:
         if not 0 <= position < len(node.numbers):
@@ -133,7 +131,7 @@ def _node_problems(graph: TraceGraph, node: Node, in_loops: set[int]) -> Iterato
             yield f"is ambiguous at input {position}, which has no alternatives"
 
 
-def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer, in_loops: set[int]) -> bool:
+def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer) -> bool:
     source, output = producer
     if source == EXTERNAL or not END < source < len(graph.nodes):
         return False
@@ -141,7 +139,7 @@ def _is_earlier_output(graph: TraceGraph, node: Node, producer: Producer, in_loo
         return False
     if graph.nodes[source].rank < node.rank:
         return True
-    return source in in_loops and node.id in _reached([at.children for at in graph.nodes], source)
+    return node.id in _reached([at.children for at in graph.nodes], source)
 
 
 def _visit_problems(graph: TraceGraph) -> Iterator[str]:
