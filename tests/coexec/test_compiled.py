@@ -527,3 +527,37 @@ def test_a_second_process_starts_with_what_the_first_compiled() -> None:
     second.run(10)
     assert second.inductor >= 1
     assert not second.step._runner.segments.compiling()
+
+
+def test_an_rnn_with_random_lengths_around_compiled_segments() -> None:
+    """What is before and behind the loops is compiled; it reads values that their last and earlier passes made."""
+
+    def make() -> Program:
+        cell, head = nn.RNNCell(4, 16), classifier()
+        optimizer = torch.optim.Adam([*cell.parameters(), *head.parameters()], lr=0.01)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> float:
+            h, states = torch.zeros(x.shape[0], 16), []
+            for t in range(x.shape[1]):
+                h = cell(x[:, t], h)
+                states.append(h)
+            loss = nn.functional.cross_entropy(head(h + states[0] * states[-2]), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        def args(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            length = random.Random(i).randint(3, 9)
+            return batch(i, 8, 4 * length).view(8, length, 4), labels(i, 8)
+
+        return Program(step, args, lambda: (cell, head, optimizer))
+
+    pair = Pair(make)
+    pair.settle()
+    fallbacks, before = dict(pair.step.stats().fallbacks), pair.compiled_runs()
+    pair.run(40)
+    stats = pair.step.stats()
+    assert (stats.phase, stats.fallbacks) == ("co-execution", fallbacks)
+    assert stats.loops >= 2
+    assert pair.compiled_runs() > before
