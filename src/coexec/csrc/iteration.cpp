@@ -78,8 +78,8 @@ Iteration::~Iteration() = default;
 
 void Iteration::make_room(int32_t sids) {
   while (static_cast<int32_t>(values_.size() << kValueBits) < sids) {
-    TORCH_CHECK(values_.size() < kMaxValueChunks, "coexec: more than ", kMaxValueChunks << kValueBits,
-        " values in one step");
+    TORCH_CHECK(
+        values_.size() < kMaxValueChunks, "coexec: more than ", kMaxValueChunks << kValueBits, " values in one step");
     values_.push_back(std::make_unique<Values>());
   }
 }

@@ -62,8 +62,8 @@ struct Entry {
 // Why a runner waits; indexes the stall counters. Overlap: outside the step, for a call that returned early.
 enum class Wait : uint8_t { Fetch, Sync, StepEnd, Fallback, ForeignWrite, CaseSelect, Input, Overlap, Count };
 
-// Memory has numbers, "sids". A value that a node makes when it is passed for the first time lives in the memory with the
-// number of its slot; a node that is passed again, in a loop, makes its values in memory of its own (`new_sids`).
+// Memory has numbers, "sids". A value that a node makes when it is passed for the first time lives in the memory with
+// the number of its slot; a node that is passed again, in a loop, makes its values in memory of its own (`new_sids`).
 class Iteration {
  public:
   Iteration() = default;

@@ -25,8 +25,8 @@ bool plain_and_alike(const std::vector<at::Tensor>& elements) {
     return false;
   auto alike = [&](const at::Tensor& t) {
     return t.defined() && !is_special(*t.unsafeGetTensorImpl()) && !lazy_bits_of(*t.unsafeGetTensorImpl()) &&
-        t.dtype() == elements[0].dtype() && t.dim() == elements[0].dim() &&
-        (t.dim() < 3 || t.is_contiguous()) && !t.unsafeGetTensorImpl()->is_wrapped_number();
+        t.dtype() == elements[0].dtype() && t.dim() == elements[0].dim() && (t.dim() < 3 || t.is_contiguous()) &&
+        !t.unsafeGetTensorImpl()->is_wrapped_number();
   };
   return elements[0].dim() < 6 && std::all_of(elements.begin(), elements.end(), alike);
 }
@@ -47,8 +47,8 @@ std::vector<at::Tensor> Step::unbind(const at::Tensor& self, int64_t dim, c10::D
   return elements;
 }
 
-at::Tensor Step::joined(
-    const std::vector<at::Tensor>& elements, int64_t dim, std::vector<int64_t> sizes, bool stacked, c10::DispatchKeySet ks) {
+at::Tensor Step::joined(const std::vector<at::Tensor>& elements, int64_t dim, std::vector<int64_t> sizes, bool stacked,
+    c10::DispatchKeySet ks) {
   const auto& ops = element_ops();
   // Not uninitialized memory, which no check of a compiled segment could compare.
   at::Tensor out = in_place_of(ops.zeros, ks,

@@ -153,8 +153,8 @@ py::list export_description(Step& s) {
       outs.append(py::make_tuple(d.out_slots[k], d.node->outputs[k].alias, d.node->outputs[k].same_arg >= 0,
           g ? py::object(geometry_dict(*g)) : py::none(), d.variant->nbytes[k]));
     }
-    l.append(
-        py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs, memories));
+    l.append(py::make_tuple(
+        d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs, memories));
   }
   return l;
 }

@@ -89,8 +89,8 @@ class Step {
   }
   void extend(const std::vector<int32_t>& nodes); // the merged trace: TraceGraph node per op
   // From now on the ops of a loop are one stretch of the graph, however often they run: the loop that covers the
-  // instructions [first, last] in frame `depth` of the chain of `location`; or the op at `location` alone, if Python has no
-  // loop there. The program begins anew.
+  // instructions [first, last] in frame `depth` of the chain of `location`; or the op at `location` alone, if Python
+  // has no loop there. The program begins anew.
   void fold_loop(uint64_t location, size_t depth, int first, int last);
   void fold_location(uint64_t location);
   void fold_list(uint64_t location); // and the lists of the op there are loops over their elements
