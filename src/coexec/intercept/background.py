@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 
-TARGET = 1.35
+TARGET = 1.3
 """How much longer the average step may take while something is compiled: a 20-step window must stay below 1.5."""
 
 LEAST_SLICE_S = 0.005  # below that, stopping and continuing cost more than they give
