@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.programs import resnet
 from benchmarks.programs.program import Program, seed_everything
 
-CLASSES, LAST_KEEP_PROB, RAMP_STEPS = 10, 0.85, 2_000
+CLASSES, LAST_KEEP_PROB = 10, 0.85
 
 
 class DropBlock(nn.Module):
@@ -43,14 +43,15 @@ class DropBlock(nn.Module):
 class Schedule:
     """Lowers keep_prob from 1 to LAST_KEEP_PROB in small steps, on the layers themselves."""
 
-    def __init__(self, layers: dict[DropBlock, int]) -> None:
+    def __init__(self, layers: dict[DropBlock, int], ramp_steps: int) -> None:
         self.layers = layers  # with the height of its maps
+        self.ramp_steps = ramp_steps
         self.steps = 0
 
     def advance(self) -> None:
         """Called between two training steps."""
         self.steps += 1
-        share = min(1.0, self.steps / RAMP_STEPS)
+        share = min(1.0, self.steps / self.ramp_steps)
         for layer, extent in self.layers.items():
             layer.set_keep_prob(1.0 - share * (1.0 - LAST_KEEP_PROB), extent)
 
@@ -84,10 +85,10 @@ class DropBlockResNet50(nn.Module):
 def make(seed: int = 0, tiny: bool = False) -> Program:
     """Builds the program."""
     seed_everything(seed)
-    width, size, batch = (4, 32, 4) if tiny else (12, 48, 8)
+    width, size, batch, ramp_steps = (4, 32, 4, 10) if tiny else (12, 48, 8, 2_000)
     model = DropBlockResNet50(width, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
-    schedule = Schedule(model.extents)
+    schedule = Schedule(model.extents, ramp_steps)
     history: list[tuple[float, float]] = []
 
     def train_step(images: Tensor, labels: Tensor) -> Tensor:

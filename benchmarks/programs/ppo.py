@@ -36,12 +36,19 @@ class Sizes:
 TINY = Sizes(games=2, moves=4, passes=2, minibatches=2, width=8)
 
 
+@dataclass
 class CartPole:
     """Several games side by side (Barto et al. 1983): state float64[games, 4], a force of 10 N left or right."""
 
-    def __init__(self, games: int, seed: int) -> None:
-        self.generator = np.random.default_rng(seed)
-        self.state = self._fresh(games)
+    state: np.ndarray
+    generator: np.random.Generator
+
+    @staticmethod
+    def new(games: int, seed: int) -> CartPole:
+        """Starts `games` games."""
+        game = CartPole(np.zeros((0, OBSERVED)), np.random.default_rng(seed))
+        game.state = game._fresh(games)
+        return game
 
     def _fresh(self, games: int) -> np.ndarray:
         return self.generator.uniform(-0.05, 0.05, (games, OBSERVED))
@@ -124,7 +131,7 @@ def make(seed: int = 0, tiny: bool = False) -> Program:
     """Builds the program."""
     seed_everything(seed)
     sizes = TINY if tiny else Sizes()
-    policy, game = ActorCritic(sizes.width), CartPole(sizes.games, seed)
+    policy, game = ActorCritic(sizes.width), CartPole.new(sizes.games, seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-4, eps=1e-5)
     history: list[dict[str, float]] = []
 
