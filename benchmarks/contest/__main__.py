@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contest.contenders import COEXEC, CONTENDERS, DISTURBED, EAGER
+from benchmarks.contest.contenders import COEXEC_KEPT, CONTENDERS, DISTURBED, EAGER
 from benchmarks.contest.converting import WAYS
 from benchmarks.contest.measure import Plan, measure, start
 from benchmarks.contest.page import ratio, write_page
@@ -26,7 +26,6 @@ from examples.demo.child import Child, ChildFailed
 
 OUT = Path("out/bench/programs.json")
 PROFILED_STEPS = 5
-CONVERT_TIMEOUT_S = 300.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -114,7 +113,7 @@ def profile(name: str, options: argparse.Namespace) -> int:
     """Writes the Chrome trace of a settled, co-executed program."""
     plan = Plan(warm_steps=options.warm_steps, settle_s=options.settle, tiny=options.tiny)
     path = options.out.with_name(f"{name}.trace.json").absolute()
-    with start(name, COEXEC, plan) as child:
+    with start(name, COEXEC_KEPT, plan) as child:
         child.ask("warm", steps=plan.warm_steps)
         child.ask("settle", limit_s=plan.settle_s)
         seen = child.ask("timeline", steps=PROFILED_STEPS, path=str(path))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest.contenders import COEXEC, COEXEC_REPLAY, TORCH_COMPILE
+from benchmarks.contest.contenders import COEXEC, COEXEC_KEPT, COEXEC_REPLAY, TORCH_COMPILE
 
 PARTS = {
     "python_exec_ms": "#3b6ea5",
@@ -72,7 +72,8 @@ def draw_breakdown(entries: dict[str, Any], path: Path) -> Path:
     """Two stacked bars per program: the PythonRunner's and the GraphRunner's milliseconds, working and waiting."""
     import matplotlib.pyplot as plt
 
-    shown = {name: found[COEXEC]["per_step"] for name, found in entries.items() if "per_step" in found.get(COEXEC, {})}
+    kept = {name: found.get(COEXEC_KEPT, {}) for name, found in entries.items()}
+    shown = {name: found["per_step"] for name, found in kept.items() if "per_step" in found}
     figure, axes = plt.subplots(figsize=(11, 4))
     places = np.arange(len(shown))
     bottoms = {"python": np.zeros(len(shown)), "graph": np.zeros(len(shown))}

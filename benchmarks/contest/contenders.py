@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from benchmarks.programs.program import Program
 Step = Callable[[Any], Any]
 
 EAGER, EAGER_AGAIN, DISTURBED = "eager", "eager again", "eager disturbed"
-COEXEC, COEXEC_LAZY, COEXEC_REPLAY = "coexec", "coexec lazy", "coexec replay"
+COEXEC, COEXEC_KEPT = "coexec", "coexec kept"
+COEXEC_LAZY, COEXEC_REPLAY = "coexec lazy", "coexec replay"
 DISTURBANCE = 1e-7
 """Relative size of what is added to the parameters of DISTURBED: about float32's rounding."""
 
@@ -82,13 +84,19 @@ def whole_step_autograd_ops(program: Program) -> Step:
 
 
 def co_executed(program: Program, **options: Any) -> Step:
-    """coexec's decorator on the step."""
+    """coexec's decorator on the step; a step for which plain eager is faster is left to it."""
     import coexec
     from coexec.intercept.build import build
 
     build(verbose=False)  # its duration has a benchmark of its own (bench_warmup)
     step: Step = coexec.compile(program.step, **options)
     return step
+
+
+def kept(program: Program, **options: Any) -> Step:
+    """As `co_executed`, but the step stays in co-execution whether that pays or not: to see what it costs."""
+    os.environ["COEXEC_KEEP"] = "1"
+    return co_executed(program, **options)
 
 
 TORCH_COMPILE = (
@@ -101,11 +109,12 @@ TORCH_COMPILE = (
 )
 OURS = (
     Contender(COEXEC, "coexec.compile(step)", co_executed),
-    Contender(COEXEC_LAZY, 'coexec, mode="lazy"', lambda program: co_executed(program, mode="lazy")),
+    Contender(COEXEC_KEPT, "the same, kept in co-execution even where plain eager is faster", kept),
+    Contender(COEXEC_LAZY, 'kept, mode="lazy"', lambda program: kept(program, mode="lazy")),
     Contender(
         COEXEC_REPLAY,
-        'coexec without the compiler, backend="replay"',
-        lambda program: co_executed(program, backend="replay", numerics="exact"),
+        'kept, without the compiler: backend="replay", numerics="exact"',
+        lambda program: kept(program, backend="replay", numerics="exact"),
     ),
 )
 EAGERS = (

@@ -10,12 +10,14 @@ can be captured, and a compiler would only add minutes and rounding.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program
@@ -23,6 +25,7 @@ from examples.demo.child import serve
 
 STEPS = 12
 TOLERANCE = 1e-3  # relative, of losses and logs: decompositions round differently
+EXPLANATION, PROGRAMS, LONGEST_REASON = "Explanation:", "benchmarks/programs", 240
 
 Step = Callable[[Any], Any]
 
@@ -42,10 +45,11 @@ def fullgraph_step(program: Program) -> Step:
 
 
 def exported(program: Program) -> Step:
-    """torch.export of each model, called with what the first step gives it."""
+    """torch.export of each model with what the first step gives it, every size free that can be."""
 
     def convert(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = torch.export.export(model, args, kwargs, strict=False).module()
+        free = tree_map(free_sizes, kwargs or args)
+        module = torch.export.export(model, args, kwargs, dynamic_shapes=free, strict=False).module()
         own = {id(parameter) for parameter in model.parameters()}
         if not {id(parameter) for parameter in module.parameters()} <= own:
             share_parameters(module, model)
@@ -77,6 +81,13 @@ WAYS: dict[str, Callable[[Program], Step]] = {
     "jit.script model": scripted,
     "jit.trace model": traced,
 }
+
+
+def free_sizes(value: Any) -> dict[int, Any] | None:
+    """Returns what torch.export is told of one argument: all sizes of a tensor may change."""
+    if not isinstance(value, Tensor):
+        return None
+    return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO)
 
 
 def on_first_call(program: Program, convert: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Step:
@@ -161,10 +172,14 @@ def difference(a: Any, b: Any, path: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Returns what a failed conversion complains about, in one line."""
+    """Returns what a failed conversion complains about, and the program's line that it names, as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = next((line for line in lines if not line.startswith(("from user code", "File "))), "")
-    return f"{type(error).__name__}: {told}"[:240]
+    explained = next((line for line in lines if line.startswith(EXPLANATION)), "").removeprefix(EXPLANATION)
+    places = re.findall(rf'File ".*?{PROGRAMS}/(\w+\.py)", line (\d+)', str(error))
+    at = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
+    words = re.sub(r"/\S*/site-packages/", "", explained.strip() or told)  # where it is installed tells nobody anything
+    return f"{type(error).__name__}: {words[:LONGEST_REASON]}{at}"
 
 
 class Worker:
