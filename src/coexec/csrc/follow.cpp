@@ -29,6 +29,10 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
     run_now(op, ks, stack);
     return;
   }
+  if (info->in_python) {
+    op.redispatchBoxed(below(ks), stack);
+    return;
+  }
   if (info->decompose) {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CompositeImplicitAutograd), stack);
     return;
@@ -67,7 +71,7 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
         sync(n, op, ks, stack);
         return true;
       case Kind::Host:
-        run_unpublished(n, op, ks, stack);
+        host(n, op, ks, stack);
         return true;
       default:
         break;
@@ -333,6 +337,18 @@ void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
   resolve_inputs();
   run_unpublished(n, op, ks, stack);
   release_openmp_workers();
+}
+
+// Done by Python, which waits for nothing: all its arguments are ordinary tensors. Only on a path where the graph has yet
+// to write one of them it waits for that.
+void Step::host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
+  for (const auto& in : in_)
+    if (in.tensor->unsafeGetTensorImpl()->has_storage())
+      if (auto w = external_writes_.find(storage_of(*in.tensor)); w != external_writes_.end())
+        wait(w->second + 1, n.info->is_fetch ? Wait::Fetch : Wait::Sync);
+  run_unpublished(n, op, ks, stack);
+  if (n.info->always_sync) // of any size
+    release_openmp_workers();
 }
 
 // The GraphRunner must not pass an op that Python is still doing: it would read memory that the op writes, or draw

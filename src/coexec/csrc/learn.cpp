@@ -40,8 +40,10 @@ void Step::link_path(const std::vector<int32_t>& nodes) {
   int32_t previous = kStart;
   auto link = [&](int32_t id) {
     auto& c = program.at(previous).children;
+    // Of two nodes for one op the one that waits for nothing: an earlier trace did not know that Python reads it.
+    bool first = id != kEnd && program.at(id).kind == Kind::Host;
     if (std::find(c.begin(), c.end(), id) == c.end())
-      c.push_back(id);
+      c.insert(first ? c.begin() : c.end(), id);
     previous = id;
   };
   for (int32_t id : nodes)
