@@ -227,7 +227,10 @@ class Site:
                 choose.count("eager.not tuned", self.note)
                 return None
             decision = self._tuned(store, graph, inputs)
-        if decision is None or decision.backend == EAGER:
+            if decision is None:
+                choose.count("eager.not tuned", f"{self.note}: no candidate could be tried in time, or none is here")
+                return None
+        if decision.backend == EAGER:
             choose.count("eager.fastest", self.note)
             return None
         installed = choose.install(store, graph, decision, inputs)

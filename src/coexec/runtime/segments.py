@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import itertools
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import torch
 from coexec import choose
 from coexec.backends.cache import Artifact, Failure
 from coexec.backends.key import artifact_key
+from coexec.backends.leftovers import own_prefix
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
 from coexec.config import Options, private_cache_dir
@@ -228,7 +228,7 @@ class SegmentManager:
         except CacheFolderError as error:
             self._stay(segment, f"no cache folder: {error}")
             return
-        self._capture_path = folder / f"live-{os.getpid()}-{next(_snapshot_numbers)}.json"
+        self._capture_path = folder / f"{own_prefix('live')}{next(_snapshot_numbers)}.json"
         binary = self._capture_path.with_suffix(".bin")
         capture = _native_core().Capture
         native.capture = capture(segment.native.id, str(binary), segment.built.spec.random, capture_plan(segment.built))
