@@ -15,9 +15,11 @@ import torch
 
 from coexec.backends.cache import Artifact, ArtifactCache, Failure
 from coexec.backends.key import artifact_key
+from coexec.backends.leftovers import FOREIGN_AGE_S, own_prefix
 from coexec.backends.snapshot import write_snapshot
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.worker import CompileWorker, Finished
+from coexec.config import private_cache_dir
 from tests.backends.programs import mlp_adamw
 from tests.backends.recording import Recording, record
 from tests.backends.test_spec import small_spec
@@ -32,6 +34,37 @@ for line in sys.stdin:
     print(json.dumps({{"job": job["job"], "key": "", "failure": {{"kind": "wrong", "reason": "played"}},
                       "report": None}}), flush=True)
 """
+
+
+def dead_process() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_killed_processes_left_is_removed_when_a_worker_starts() -> None:
+    folder, dead = private_cache_dir("compile"), dead_process()
+    ours, here = own_prefix("live"), own_prefix("live").split("-")[1]
+    gone_names = [
+        f"live-{here}-{dead}-0.bin",
+        f"live-{here}-{dead}-0.json",
+        f"spec-{here}-{dead}-x.json",
+        "live-77-1.bin",
+    ]
+    kept_names = [f"{ours}0.bin", f"live-000000-{dead}-0.bin", "spec-younger.json", "notes.txt"]
+    for name in (*gone_names, *kept_names):
+        (folder / name).write_text("")
+    (folder / f"job-{here}-{dead}-y").mkdir()
+    (folder / f"job-{here}-{dead}-y" / "unit.cpp").write_text("")
+    day_before_s = time.time() - FOREIGN_AGE_S - 60
+    for name in ("live-77-1.bin", "notes.txt"):  # the first as an older coexec named it
+        os.utime(folder / name, (day_before_s, day_before_s))
+    worker = play("pass")
+    worker.submit(small_spec())
+    ended(worker)
+    worker.close()
+    assert {path.name for path in folder.iterdir()} == set(kept_names)
 
 
 @pytest.fixture(autouse=True)

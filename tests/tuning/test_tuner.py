@@ -192,6 +192,21 @@ def test_a_damaged_program_concerns_its_graph_alone(tmp_path: Path) -> None:
     assert by_digest[key_of(climbing(24)).digest].winner == "planted-fast"
 
 
+def test_where_no_candidate_can_be_used_nothing_is_decided(tmp_path: Path) -> None:
+    store = store_with(tmp_path, climbing())
+    (graph,) = tune(store, QUICK, candidates=("planted-absent",)).graphs
+    assert (graph.winner, graph.speedup, graph.complete) == ("", None, False)
+    assert graph.reason.startswith("nothing was tried: no candidate can be used here")
+    assert store.decisions() == ()
+
+
+def test_eager_alone_is_decided_if_nothing_else_is_asked_for(tmp_path: Path) -> None:
+    store = store_with(tmp_path, climbing())
+    (graph,) = tune(store, QUICK, candidates=("eager",)).graphs
+    assert (graph.winner, graph.complete) == ("eager", True)
+    assert [decision.backend for decision in store.decisions()] == ["eager"]
+
+
 def test_limits_that_leave_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"attempt_s=0.*positive"):
         tune(attempt_s=0)

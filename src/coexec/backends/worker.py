@@ -11,6 +11,7 @@ No call waits for the child. One job is with the child at a time, so a crash has
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from typing import IO, Any
 
 from coexec.backends.cache import Artifact, ArtifactCache, Failure
 from coexec.backends.key import hash_text, key_text
+from coexec.backends.leftovers import own_prefix, sweep
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.spec_json import dumps
@@ -88,6 +90,7 @@ class CompileWorker:
         self._running: _Job | None = None
         self._finished: list[Finished] = []
         self._child: _Child | None = None
+        self._swept = False  # what killed processes have left in the compile folder
         _workers.add(self)
 
     def submit(self, spec: SegmentSpec, snapshot: Path | None = None, timed: bool = True) -> int:
@@ -183,7 +186,8 @@ class CompileWorker:
     def _enqueue(self, job: _Job, spec: SegmentSpec) -> None:
         try:
             # In a file: a pipe takes 64 KiB and would block us while the child is importing torch.
-            descriptor, name = tempfile.mkstemp(prefix="spec-", suffix=".json", dir=private_cache_dir("compile"))
+            folder = private_cache_dir("compile")
+            descriptor, name = tempfile.mkstemp(prefix=own_prefix("spec"), suffix=".json", dir=folder)
             with os.fdopen(descriptor, "w") as file:
                 file.write(dumps(spec))
             job.spec_path = Path(name)
@@ -218,6 +222,7 @@ class CompileWorker:
         job = self._waiting.popleft()
         try:
             if self._child is None:
+                self._sweep()
                 self._child = _Child(self._command or _command(self._memory_bytes))
             self._child.send(job)
         except OSError as error:
@@ -226,6 +231,13 @@ class CompileWorker:
         job.started_s = time.monotonic()
         self._running = job
         pacer.admit(self._child.process.pid)
+
+    def _sweep(self) -> None:
+        """Once: later nobody but us has begun anything here that could be left behind."""
+        if not self._swept:
+            self._swept = True
+            with contextlib.suppress(CacheFolderError):  # the job will say so
+                sweep(private_cache_dir("compile"))
 
     def _read_answers(self) -> None:
         for answer in self._child.answers() if self._child is not None else ():

@@ -108,9 +108,10 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
 def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cache: Any) -> dict[str, Any]:
     from coexec.backends.fed import NotLowerableError
     from coexec.backends.inductor import compile_segment
+    from coexec.backends.leftovers import own_prefix
     from coexec.config import private_cache_dir
 
-    with tempfile.TemporaryDirectory(prefix="job-", dir=private_cache_dir("compile")) as scratch:
+    with tempfile.TemporaryDirectory(prefix=own_prefix("job"), dir=private_cache_dir("compile")) as scratch:
         try:
             compiled = compile_segment(spec, Path(scratch))
         except NotLowerableError as error:

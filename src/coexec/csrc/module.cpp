@@ -276,12 +276,7 @@ py::dict stats_of(Step& s) {
   d["feeds"] = s.stats.feeds;
   d["fetches"] = s.stats.fetches;
   d["returned_early"] = s.stats.returned_early;
-  d["python_stall_s"] = s.stats.stall_s;
-  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
-  py::dict waits;
-  for (int i = 0; i < static_cast<int>(Wait::Count); i++)
-    waits[names[i]] = s.stats.waits[i];
-  d["waits"] = waits;
+  d["python_stall_s"] = s.waits.seconds();
   auto& g = s.graph.stats();
   d["graph_exec_s"] = g.exec_s;
   d["graph_stall_s"] = g.stall_s;
@@ -289,6 +284,16 @@ py::dict stats_of(Step& s) {
   d["compiled_runs"] = g.compiled_runs;
   d["discarded_runs"] = g.discarded_runs;
   return d;
+}
+
+// (reason, chain of the place, count, seconds) each.
+py::list waits_of(Step& s) {
+  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
+  py::list l;
+  for (int why = 0; why < static_cast<int>(Wait::Count); why++)
+    for (const auto& [location, total] : s.waits.of(static_cast<Wait>(why)))
+      l.append(py::make_tuple(names[why], chain_of(s, location), total.count, total.seconds));
+  return l;
 }
 } // namespace
 } // namespace coexec
@@ -407,6 +412,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("key_until_left", &Step::key_until_left)
       .def("chain", &chain_of)
       .def("stats", &stats_of)
+      .def("waits", &waits_of)
+      .def_property_readonly("stalled_in_calls_s", // without what follows a call that returned early
+          [](Step& s) { return s.waits.seconds() - s.waits.seconds(Wait::Overlap); })
       .def_property_readonly("fallback", &fallback_of)
       .def_readonly("has_trace", &Step::has_trace)
       .def_readonly("path", &Step::path)
@@ -435,8 +443,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("watch_again", &watch_again);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });
   m.def("never_computed", [](const at::Tensor& t) {
-    auto* r = record_of(*t.unsafeGetTensorImpl());
-    return r && r->iteration->failed() && !r->iteration->memory(r->sid).unsafeGetStorageImpl();
+    return t.has_storage() && never_computed(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   });
   m.def("has_key", [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::Fake); });
   // Returns a key for unmark_foreign.

@@ -165,8 +165,7 @@ bool Step::finish() {
 }
 
 void Step::complete_iteration() {
-  stats.waits[static_cast<int>(Wait::StepEnd)]++;
-  stats.stall_s += it_->wait_done(it_->size()); // warnings come when the iteration has been left
+  waits.add(Wait::StepEnd, 0, it_->wait_done(it_->size())); // warnings come when the iteration has been left
   it_->close();
   resolve_all();
 }

@@ -6,6 +6,7 @@
 #include "places.h"
 #include "recorder.h"
 #include "upcalls.h"
+#include "waits.h"
 
 namespace coexec {
 
@@ -17,9 +18,7 @@ struct LocationInfo {
 };
 
 struct StepStats {
-  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0,
-          waits[static_cast<int>(Wait::Count)] = {};
-  double stall_s = 0;
+  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0;
 };
 
 // One op of a co-executed iteration, as a backend is told about it (backends/spec.py).
@@ -91,6 +90,7 @@ class Step {
   bool has_trace = false; // the iteration was traced, wholly or from a fallback on
   std::optional<Fallback> fallback;
   StepStats stats;
+  WaitLog waits;
   std::shared_ptr<const SegmentTable> segments;
   std::vector<int32_t> path; // nodes of the last co-executed iteration
   ska::flat_hash_map<uint64_t, LocationInfo> locations;
@@ -142,7 +142,7 @@ class Step {
   Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
   bool is_final(const at::Tensor& t) const;
-  at::Tensor fetched_value(const In& in, int64_t index);
+  at::Tensor fetched_value(const Node& n, const In& in, int64_t index);
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
   int32_t describe_external(const at::Tensor& t);
   void learn_survivors();
@@ -151,7 +151,8 @@ class Step {
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
   static void learn_arguments(Node& n, const TraceOp& t);
   static void learn_variant(Node& n, const TraceOp& t);
-  void wait(int64_t n, Wait why);
+  // `waited_s`: what the caller has waited for it already.
+  void wait(int64_t n, Wait why, uint64_t location, double waited_s = 0);
   void issue_warnings(Iteration& it, int64_t n);
   void forget_failed_gradients();
   void note_host_write(const In& in);

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import itertools
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ import torch
 from coexec import choose
 from coexec.backends.cache import Artifact, Failure
 from coexec.backends.key import artifact_key
+from coexec.backends.leftovers import own_prefix
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
 from coexec.config import Options, private_cache_dir
@@ -124,7 +124,7 @@ class SegmentManager:
             if self._stable < STABLE_ITERATIONS:
                 return
             self._make_plan(native, graph)
-        if self.options.backend == "replay" or self.options.numerics == "exact":
+        if self._only_replay():
             return
         if self._active:
             self._advance(native, graph)
@@ -141,13 +141,25 @@ class SegmentManager:
         self.segments = [
             replace(known[planned.nodes, planned.kind], planned=planned)
             if (planned.nodes, planned.kind) in known
-            else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), *_initial_state(planned))
+            else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), *self._initial_state(planned))
             for planned in cut.segments
         ]
         self._abandon_capture(native)
         self._described = False
         self._reinstall(native)
         self._active = any(s.state in _UNDER_WAY for s in self.segments)
+
+    def _only_replay(self) -> str:
+        """The option that forbids compiling, or ''."""
+        if self.options.numerics == "exact":
+            return "numerics='exact'"
+        return "backend='replay'" if self.options.backend == "replay" else ""
+
+    def _initial_state(self, planned: Segment) -> tuple[State, str]:
+        if not planned.compile:
+            return State.REPLAY, "Python runs it" if planned.kind == "python" else "too few ops"
+        option = self._only_replay()
+        return (State.REPLAY, f"{option} compiles nothing") if option else (State.OBSERVED, "")
 
     def _reinstall(self, native: Any) -> None:
         native.install_segments([segment.native for segment in self.segments])
@@ -216,7 +228,7 @@ class SegmentManager:
         except CacheFolderError as error:
             self._stay(segment, f"no cache folder: {error}")
             return
-        self._capture_path = folder / f"live-{os.getpid()}-{next(_snapshot_numbers)}.json"
+        self._capture_path = folder / f"{own_prefix('live')}{next(_snapshot_numbers)}.json"
         binary = self._capture_path.with_suffix(".bin")
         capture = _native_core().Capture
         native.capture = capture(segment.native.id, str(binary), segment.built.spec.random, capture_plan(segment.built))
@@ -324,12 +336,20 @@ class SegmentManager:
 _UNDER_WAY = (State.OBSERVED, State.DESCRIBED, State.COMPILING)
 
 
+_PURPOSE = {
+    "functional": "values only",
+    "commit": "writing parameters and other memory of yours",
+    "python": "run by Python",
+}
+
+
 def _describe(segment: ManagedSegment) -> str:
     native = segment.native
-    text = f"{segment.planned.kind} segment of {len(segment.nodes)} ops: {segment.state.value}"
+    text = f"{len(segment.nodes)} ops, {_PURPOSE[segment.planned.kind]}: {segment.state.value}"
     if segment.reason:
-        text += f": {segment.reason}"
-    text += f", {native.runs} compiled runs"
+        text += f" ({segment.reason})"
+    if native.runs:
+        text += f", {native.runs} compiled runs"
     if segment.state is State.COMPILED and not native.trial and native.compiled_s:
         compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)
         text += f" ({compiled_s * 1e3:.3f} ms; {replayed_s * 1e3:.3f} ms replayed)"
@@ -343,12 +363,6 @@ def _native_core() -> Any:
     module = native_if_ready()
     assert module is not None
     return module
-
-
-def _initial_state(planned: Segment) -> tuple[State, str]:
-    if planned.compile:
-        return State.OBSERVED, ""
-    return State.REPLAY, "Python runs it" if planned.kind == "python" else "too few ops"
 
 
 def _trial_result(native: Any) -> str:

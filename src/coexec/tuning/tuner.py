@@ -77,6 +77,7 @@ class _Run:
             roster=Roster(markers, self.nursery, settings.memory_bytes),
             settings=settings,
             candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
+            only_eager=all(is_eager(c) for c in chosen),
             threads=threads,
             deadline_s=self.deadline_s,
         )
