@@ -24,7 +24,7 @@ from coexec.tuning.markers import Markers
 from coexec.tuning.nursery import Nursery
 from coexec.tuning.report import GraphReport, Progress, TuneReport
 from coexec.tuning.roster import Roster
-from coexec.tuning.settings import TuneSettings
+from coexec.tuning.settings import PREPARE, TuneSettings
 from coexec.tuning.shelf import Shelf
 
 Listener = Callable[[Progress], None]
@@ -71,7 +71,7 @@ class _Run:
         self.unavailable = {c.name: a.reason for c in chosen if not (a := c.availability()).usable}
         markers = Markers(_marks_of(store))
         threads = settings.threads or torch.get_num_threads()
-        self.nursery = Nursery(threads)
+        self.nursery = Nursery(threads, beside_others=settings.only == PREPARE)
         self.shop = Workshop(
             store=store,
             markers=markers,
