@@ -354,7 +354,7 @@ void Step::host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
   for (const auto& in : in_)
     if (in.tensor->unsafeGetTensorImpl()->has_storage())
       if (auto w = external_writes_.find(storage_of(*in.tensor)); w != external_writes_.end())
-        wait(w->second + 1, n.info->is_fetch ? Wait::Fetch : Wait::Sync);
+        wait(w->second + 1, n.info->is_fetch ? Wait::Fetch : Wait::Sync, n.location);
   run_unpublished(n, op, ks, stack);
   if (n.info->always_sync) // of any size
     release_openmp_workers();
