@@ -30,7 +30,7 @@ PROFILED_STEPS = 5
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs what the command line asks for; the exit status is 1 if a program's own eager run failed."""
-    options = parser().parse_args(words)
+    options = checked(parser(), words)
     if options.profile:
         return profile(options.profile, options)
     result = run(options)
@@ -45,6 +45,16 @@ def main(words: Sequence[str] | None = None) -> int:
     else:
         summarise(result)
     return int(any("failed" in entry for entry in result["programs"].values()))
+
+
+def checked(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the parsed command line; a name that does not exist is wrong usage."""
+    options = parser.parse_args(words)
+    for names, known in (([*options.programs, options.profile], catalog.PROGRAMS), (options.contenders, CONTENDERS)):
+        unknown = [name for name in names if name is not None and name not in known]
+        if unknown:
+            parser.error(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
+    return options
 
 
 def parser() -> argparse.ArgumentParser:

@@ -138,7 +138,23 @@ def parameters_of(program: Program) -> np.ndarray:
 
 def coexec_account(step: Any) -> dict[str, Any]:
     """Returns statistics, waits by reason, and the explanation."""
-    return {"stats": asdict(step.stats()), "waits": step._runner.waits(), "explain": step.explain()}
+    return {"stats": asdict(step.stats()), "waits": waits_by_reason(step._runner.waits()), "explain": step.explain()}
+
+
+def waits_by_reason(waits: Any) -> dict[str, dict[str, float]]:
+    """Returns how often Python waited, and for how many seconds where that is known, by reason.
+
+    Args:
+        waits: numbers by reason, or entries with `reason`, `count` and `seconds`, one per place of the program.
+    """
+    if isinstance(waits, dict):
+        return {reason: {"count": count} for reason, count in waits.items()}
+    totals: dict[str, dict[str, float]] = {}
+    for wait in waits:
+        total = totals.setdefault(wait.reason, {"count": 0, "seconds": 0.0})
+        total["count"] += wait.count
+        total["seconds"] += wait.seconds
+    return totals
 
 
 def dynamo_account() -> dict[str, Any]:

@@ -171,7 +171,8 @@ def per_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[
     counted: dict[str, Any] = {name.removesuffix("_s") + "_ms": (new[name] - old[name]) / steps * 1e3 for name in times}
     counted |= {name: (new[name] - old[name]) / steps for name in ("feeds", "fetches", "co_executed")}
     counted["waits"] = {
-        reason: (count - before["waits"].get(reason, 0)) / steps for reason, count in after["waits"].items()
+        reason: {key: (value - before["waits"].get(reason, {}).get(key, 0)) / steps for key, value in total.items()}
+        for reason, total in after["waits"].items()
     }
     return counted
 

@@ -202,10 +202,10 @@ def breakdown(result: dict[str, Any]) -> str:
             spent = entry["contenders"].get(other, {}).get("per_step")
             if not spent:
                 continue
-            waits = ", ".join(f"{why} {count:.1f}" for why, count in spent["waits"].items() if count) or "none"
+            waits = ", ".join(wait_in_words(why, wait) for why, wait in spent["waits"].items() if wait["count"])
             times = [spent[key] for key in ("python_exec_ms", "python_stall_ms", "graph_exec_ms", "graph_stall_ms")]
             share = f"{100 * spent['co_executed']:.0f}%"
-            numbers = [f"{spent['fetches']:.1f}", f"{spent['feeds']:.1f}", waits]
+            numbers = [f"{spent['fetches']:.1f}", f"{spent['feeds']:.1f}", waits or "none"]
             rows.append([name, other, share, *(f"{value:.2f}" for value in times), *numbers])
     heads = [
         "program",
@@ -223,6 +223,11 @@ def breakdown(result: dict[str, Any]) -> str:
         "reason, is in the last column. Steps that are not co-executed count as nothing here.\n\n"
         + table([*heads, "waits"], rows)
     )
+
+
+def wait_in_words(reason: str, wait: dict[str, float]) -> str:
+    """Returns how often Python waited in a step, and how long."""
+    return f"{reason} {wait['count']:.1f}" + (f" ({wait['seconds'] * 1e3:.2f} ms)" if "seconds" in wait else "")
 
 
 def failures(result: dict[str, Any]) -> str:
