@@ -24,7 +24,7 @@ int32_t Step::describe_external(const at::Tensor& t) {
 void Step::describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args) {
   OpDescription d;
   d.node = &n;
-  d.variant = v;
+  d.variant = v ? v->shared_from_this() : nullptr;
   for (size_t i = 0; i < args.size(); i++) {
     auto type = n.args[i].type;
     if (type == Arg::Wrapped)

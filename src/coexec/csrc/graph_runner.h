@@ -9,6 +9,7 @@ namespace coexec {
 struct GraphStats {
   double exec_s = 0, stall_s = 0; // since the last reset
   int64_t replayed_ops = 0;
+  int64_t moved_results = 0; // strides that a meta kernel got wrong
   int64_t compiled_runs = 0, discarded_runs = 0;
 };
 

@@ -286,6 +286,7 @@ py::dict stats_of(Step& s) {
   d["graph_exec_s"] = g.exec_s;
   d["graph_stall_s"] = g.stall_s;
   d["replayed_ops"] = g.replayed_ops;
+  d["moved_results"] = g.moved_results;
   d["compiled_runs"] = g.compiled_runs;
   d["discarded_runs"] = g.discarded_runs;
   return d;
@@ -391,7 +392,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             auto& n = s.program.at(node); // of the latest shapes; a kind without shapes writes nothing
             if (n.variants.empty())
               return 0;
-            const auto& g = *n.variants.front().inputs[input];
+            const auto& g = *n.variants.front()->inputs[input];
             int64_t count = 1;
             for (auto x : g.sizes)
               count *= x;

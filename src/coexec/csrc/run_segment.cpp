@@ -118,7 +118,7 @@ bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Te
     if (!it.wait_input(at + in.position, &stats_.stall_s))
       return false;
     Entry& e = it.entry(at + in.position);
-    if (e.node->id != s.nodes[in.position] || e.variant != s.variants[in.position])
+    if (e.node->id != s.nodes[in.position] || e.variant != s.variants[in.position].get())
       return false;
     if (!in.geometry) {
       if (!number_fits(e, in))

@@ -84,7 +84,7 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
     auto p = static_cast<size_t>(i - run.base);
     if (p >= s.nodes.size() || e.node->id != s.nodes[p])
       return "another path";
-    if (e.variant != s.variants[p])
+    if (e.variant != s.variants[p].get())
       return "other shapes";
   }
   for (const auto& c : s.checks) {

@@ -57,7 +57,7 @@ struct SegmentNumberCheck { // a float that varied elsewhere but is a constant o
 struct Segment {
   int32_t id = -1;
   std::vector<int32_t> nodes;
-  std::vector<const Variant*> variants; // per node; null where the op has none
+  std::vector<std::shared_ptr<const Variant>> variants; // per node; null where the op has none
   bool commit = false; // writes in place, after Python validated all of it
   bool random = false;
   std::vector<SegmentInput> inputs;
