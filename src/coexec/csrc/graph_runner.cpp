@@ -172,18 +172,19 @@ void GraphRunner::run_iteration() {
   Iteration& it = *it_;
   replay_until_ = 0;
   timed_ = nullptr;
+  seen_at_.assign(program_->size(), -1);
   WarningsForPython warnings(&it);
   c10::WarningUtils::WarningHandlerGuard collect(&warnings);
   for (int64_t i = 0;;) {
     warnings.at = i;
     try {
-      if (const Segment* s = segment_at(i)) {
-        int64_t next = run_segment(*s, i);
+      if (const PlannedSegment* p = segment_at(i)) {
+        int64_t next = run_planned(*p, i);
         if (next > i) {
           i = next;
           continue;
         }
-        replay_until_ = i + static_cast<int64_t>(s->nodes.size());
+        replay_until_ = i + static_cast<int64_t>(p->nodes.size());
       }
     } catch (...) {
       it.set_failed(i, std::current_exception());
@@ -210,6 +211,7 @@ void GraphRunner::run_iteration() {
         timed_ = nullptr;
       }
     }
+    seen_at_[e.node->id] = i;
     it.set_done(++i);
   }
 }

@@ -72,6 +72,11 @@ struct Node {
   int32_t position = 0;
 };
 
+// A variant as a flat list of integers, in which those that follow sizes are found by position: for every input and
+// output (dtype, lazy bits, offset, dimensions, sizes, strides), for every number that decides shapes its value.
+void append_facts(const Geometry& g, std::vector<int64_t>* facts);
+std::vector<int64_t> facts_of(const Node& n, const Variant& v);
+
 // Metadata and attribute match, shared by the PythonRunner and by recording.
 bool same_value(const c10::IValue& a, const c10::IValue& b);
 // Can `a` stand for `b` without changing output metadata?

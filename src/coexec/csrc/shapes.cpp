@@ -162,6 +162,11 @@ const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
     for (size_t i = 0; i < n.args.size(); i++)
       if (n.args[i].type == Arg::Number)
         v.numbers.push_back(args[i]);
+    // Was it guessed wrong before?
+    if (std::any_of(n.variants.begin(), n.variants.end(), [](const auto& s) { return s->wrong.load(); })) {
+      n.no_meta = true;
+      return nullptr;
+    }
     // Something was observed with inputs that lay like these, and the meta kernel would have said the same.
     bool free = ignores_layout(n.info->name);
     auto seen = std::find_if(n.variants.begin(), n.variants.end(),
