@@ -9,11 +9,11 @@ the real op once the graph is optimized.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch._subclasses import FakeTensorMode
 from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -83,6 +83,17 @@ def _native_batch_norm_backward(named: dict[str, Any]) -> list[torch.Tensor | No
     return [t if wanted else None for t, wanted in zip(results, named["output_mask"], strict=True)]
 
 
+def _scaled_add(self: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return NotImplemented if alpha == 1 else aten.add.Tensor(self, aten.mul.Tensor(other, alpha))
+
+
+def _scaled_sub(self: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return NotImplemented if alpha == 1 else aten.sub.Tensor(self, aten.mul.Tensor(other, alpha))
+
+
+SCALED = {aten.add.Tensor: _scaled_add, aten.sub.Tensor: _scaled_sub}
+"""Decompositions of ours: Inductor's fusion of `add` behind a matrix product forgets alpha (seen: torch 2.13)."""
+
 SPELLED_OUT = {
     "aten::native_batch_norm_backward": _native_batch_norm_backward,
     "aten::convolution_backward": _convolution_backward,
@@ -114,8 +125,9 @@ def lower(spec: SegmentSpec, decompositions: dict[Any, Any], symbolic: Symbolic 
     mode, traced = (FakeTensorMode(), spec) if symbolic is None else (symbolic.mode, symbolic.outside())
     with mode:
         inputs = [_fake_input(entry) for entry in traced.inputs]
+    decompositions = {**decompositions, **SCALED}
     lowering = _Lowering(spec, plan) if symbolic is None else _SymbolicLowering(symbolic, plan)
-    tracing_mode = "fake" if symbolic is None else "symbolic"
+    tracing_mode: Literal["fake", "symbolic"] = "fake" if symbolic is None else "symbolic"
     with torch.no_grad(), mode:
         graph = make_fx(lowering.run, decomposition_table=decompositions, tracing_mode=tracing_mode)(*inputs)
     assert isinstance(graph, GraphModule)

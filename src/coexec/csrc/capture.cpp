@@ -1,6 +1,7 @@
 // Keeps the live inputs of a segment while it is replayed, for the check of its artifact in another process.
 #include <ATen/CPUGeneratorImpl.h>
 #include <cstdio>
+#include <tuple>
 #include "graph_runner.h"
 
 namespace coexec {
@@ -14,9 +15,9 @@ int64_t append(FILE* f, const void* data, size_t n) {
 }
 
 // First byte and count.
-std::pair<int64_t, int64_t> bytes_of(const Capture::Item& i, const Geometry& g, int64_t all) {
-  if (i.extent == Capture::Extent::Whole)
-    return {0, all};
+std::pair<int64_t, int64_t> bytes_of(const Capture::Item& i, const Geometry& g) {
+  if (i.extent == Capture::Extent::Given)
+    return {i.low, i.nbytes};
   auto item = static_cast<int64_t>(c10::elementSize(g.dtype));
   int64_t last = g.offset;
   for (size_t d = 0; d < g.sizes.size(); d++) {
@@ -68,7 +69,7 @@ void GraphRunner::capture_inputs(Entry& e) {
         c10::Storage st = p.external ? c10::Storage(p.external) : it_->memory(p.sid);
         if (!st.unsafeGetStorageImpl())
           continue;
-        std::tie(i.low, i.nbytes) = bytes_of(i, *p.geometry, static_cast<int64_t>(st.nbytes()));
+        std::tie(i.low, i.nbytes) = bytes_of(i, *p.geometry);
         if (static_cast<int64_t>(st.nbytes()) >= i.low + i.nbytes)
           i.start = append(f, static_cast<const char*>(st.data()) + i.low, i.nbytes);
       }

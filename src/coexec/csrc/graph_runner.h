@@ -16,8 +16,8 @@ struct GraphStats {
 // Writes the live inputs of one segment to a file while it is replayed, for the check of its artifact.
 struct Capture {
   // Which bytes of a tensor's storage: those that it touches (from a multiple of 16 on, or from its first one on), or
-  // all, where several inputs look at them.
-  enum class Extent : uint8_t { Touched = 0, FromTheTensor = 1, Whole = 2 };
+  // the given ones, where several inputs look at them.
+  enum class Extent : uint8_t { Touched = 0, FromTheTensor = 1, Given = 2 };
   struct Item {
     int32_t position;
     int16_t input; // flattened input, or -1 for a number

@@ -378,13 +378,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         c->only = std::move(only);
         c->path = path;
         c->with_generator = generator;
-        for (auto h : items) { // (position, input, extent) or (position, arg, element, number type)
+        for (auto h : items) { // (position, input, extent, low, nbytes) or (position, arg, element, number type)
           auto t = h.cast<py::tuple>();
           Capture::Item i{};
           i.position = t[0].cast<int32_t>();
-          if (t.size() == 3) {
+          if (t.size() == 5) {
             i.input = t[1].cast<int16_t>();
             i.extent = static_cast<Capture::Extent>(t[2].cast<int>());
+            i.low = t[3].cast<int64_t>();
+            i.nbytes = t[4].cast<int64_t>();
           } else {
             i.input = -1;
             i.arg = t[1].cast<int16_t>();
