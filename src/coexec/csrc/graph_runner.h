@@ -65,6 +65,10 @@ class GraphRunner {
   Fit fit(const Segment& s, SegmentRun* run, int32_t* unknown);
   bool gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown);
   const Geometry* predicted_geometry(const SegmentInput& in);
+  bool misfit(const char* why) { // returns false
+    misfit_ = why;
+    return false;
+  }
   at::Tensor predict(const SegmentInput& in);
   at::Tensor computed(const SegmentInput& in, int64_t before);
   const Geometry* geometry_of(int32_t slot, int64_t before);
@@ -89,6 +93,7 @@ class GraphRunner {
   std::vector<int64_t> seen_at_; // per node: log index of its latest entry; see geometry_of
   const Segment* timed_ = nullptr; // a segment in its trial that is being replayed, with the seconds so far
   double timed_s_ = 0;
+  const char* misfit_ = ""; // why the latest version that was tried did not fit
   int64_t replay_until_ = 0; // log index up to which a discarded segment is replayed
 };
 

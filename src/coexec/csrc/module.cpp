@@ -200,7 +200,10 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
       in.slot = t[2].cast<int32_t>();
       in.written = t[3].cast<bool>();
       in.storage = t[4].cast<int32_t>();
-      in.geometry = of_node.at(g->nodes[in.position])->inputs[in.input].geometry;
+      const auto& seen = of_node.at(g->nodes[in.position])->inputs[in.input];
+      in.geometry = seen.geometry;
+      if (in.slot >= 0) // not the memory, but the view of it that the op was given: its geometry may change
+        in.slot = seen.slot;
       if (in.slot >= 0)
         for (int32_t other : s.program.at(g->nodes[in.position]).producers[in.input])
           if (other >= 0 && other != in.slot)
@@ -347,7 +350,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("passes", &PlannedSegment::passes)
       .def_readonly("signatures", &PlannedSegment::signatures)
       .def_readonly("last_signature", &PlannedSegment::last_signature)
-      .def_readonly("unserved", &PlannedSegment::unserved);
+      .def_readonly("unserved", &PlannedSegment::unserved)
+      .def_property_readonly("last_misfit", [](PlannedSegment& p) { return std::string(p.last_misfit.load()); });
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def("load",
           [](Segment& g, const std::string& path) {

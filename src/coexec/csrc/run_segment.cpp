@@ -110,7 +110,7 @@ bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unkn
     if (in.geometry && in.slot >= 0) {
       t = computed(in, run->base);
       if (!t.defined())
-        return false;
+        return misfit("a value of an earlier segment is not there");
     } else if (in.geometry && !s.commit && (geometries[k] = predicted_geometry(in))) {
       predicted[k] = true;
     } else if (it.validated() <= run->base + in.position) {
@@ -119,28 +119,28 @@ bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unkn
     } else {
       Entry& e = it.entry(run->base + in.position);
       if (e.node->id != s.nodes[in.position] || (!in.geometry && !number_fits(e, in)))
-        return false;
+        return misfit("another path, or a number of another type");
       t = in.geometry ? segment_argument(e, in.input) : number_tensor(e, in);
       if (!t.defined())
-        return false;
+        return misfit("a computed value where memory from outside was");
     }
     if (in.geometry && !predicted[k])
       geometries[k] = intern_of(*t.unsafeGetTensorImpl());
     if (s.symbols.empty() && in.geometry && !same_shape(*geometries[k], *in.geometry))
-      return false;
+      return misfit("an input of other sizes");
     run->used[k] = std::move(t);
   }
   if (*unknown >= 0)
     return true;
   if (!s.symbols.empty() && !bind_symbols(s, geometries, &run->symbols))
-    return false;
+    return misfit("sizes that its guards or patterns exclude");
   for (size_t k = 0; k < s.inputs.size(); k++) { // last: a copy is made of what other code may change
     if (!predicted[k])
       continue;
     run->used[k] = predict(s.inputs[k]);
     if (!run->used[k].defined()) { // it died meanwhile
       if (it.validated() > run->base + s.inputs[k].position)
-        return false;
+        return misfit("a predicted input was gone");
       s.inputs[k].misses++;
       *unknown = s.inputs[k].position;
       return true;
@@ -159,8 +159,10 @@ GraphRunner::Fit GraphRunner::fit(const Segment& s, SegmentRun* run, int32_t* un
   int64_t there = std::min<int64_t>(it_->validated() - run->base, static_cast<int64_t>(s.nodes.size()));
   for (int64_t p = 0; p < there; p++) {
     const Entry& e = it_->entry(run->base + p);
-    if (e.node->id != s.nodes[p] || !fits_entry(s, p, e, run->symbols))
+    if (e.node->id != s.nodes[p] || !fits_entry(s, p, e, run->symbols)) {
+      misfit("an op on other shapes");
       return Fit::No;
+    }
   }
   return Fit::Yes;
 }
@@ -193,6 +195,7 @@ const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
     }
     if (!waiting) {
       p.unserved++;
+      p.last_misfit.store(misfit_, std::memory_order_relaxed);
       return nullptr;
     }
     if (!it.wait_input(run->base + position, &stats_.stall_s)) {

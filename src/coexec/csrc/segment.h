@@ -98,7 +98,8 @@ struct PlannedSegment {
   static constexpr size_t kSignatures = 64;
   std::vector<std::pair<uint64_t, int64_t>> signatures;
   uint64_t last_signature = 0;
-  mutable int64_t unserved = 0; // passes for whose shapes no version was made, while there were some
+  mutable int64_t unserved = 0; // passes that no version was made for, while there were some; and why the latest
+  mutable std::atomic<const char*> last_misfit{""};
 
   void note_pass(uint64_t signature);
 };
