@@ -1,6 +1,6 @@
 """Sizes that change from call to call: the step settles, and every result is eager's, bit by bit.
 
-A size that was never seen is no new path: output metadata comes from meta kernels, integers that follow the size are fed.
+A size that was never seen is no new path: output metadata comes from meta kernels, integers that follow it are fed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiled segments at sizes that change: one artifact for many sizes, or several for one each; never a wrong number."""
+"""Compiled segments at sizes that change: one artifact for many sizes, or several for one each, and right results."""
 
 from __future__ import annotations
 
