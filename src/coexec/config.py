@@ -57,8 +57,9 @@ class Options:
     )
     dynamic: bool | None = _declare(
         None,
-        "reserved: compile with symbolic sizes. Not available yet (other sizes are replayed), so True is refused",
-        choices=(None, False),
+        "compile with symbolic sizes: None once a second size is seen, True also instead of code for one size, False "
+        "never (code for the most frequent sizes instead)",
+        choices=(None, True, False),
         in_key=True,
     )
     mode: str = _declare(

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,7 @@ from coexec.backends.leftovers import own_prefix, sweep
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.spec_json import dumps
+from coexec.backends.symbolic import SymbolicSpec
 from coexec.config import private_cache_dir
 from coexec.errors import CacheFolderError
 from coexec.intercept.background import make_room, pacer
@@ -59,7 +60,7 @@ class _Job:
     key: str
     text: str  # what the key is the hash of
     spec_path: Path | None  # None if the answer is known already
-    snapshot: Path | None
+    snapshots: tuple[Path, ...]
     timed: bool
     started_s: float = 0.0
 
@@ -102,16 +103,29 @@ class CompileWorker:
                 one the artifact is stored unchecked.
             timed: also time the artifact against the recorded ops.
         """
-        text = key_text(spec)
-        key = hash_text(text)
+        return self._submit(key_text(spec), dumps(spec), () if snapshot is None else (snapshot,), timed)
+
+    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool = True) -> int:
+        """Queue a segment for many sizes; return the job's number.
+
+        Args:
+            spec: what to compile.
+            snapshots: live inputs of each of `spec.observed`; the artifact is checked on all of them.
+            timed: as for :meth:`submit`.
+        """
+        text = f"[{','.join(dumps(observed) for observed in spec.observed)}]"
+        return self._submit(key_text(spec), text, tuple(snapshots), timed)
+
+    def _submit(self, key_text: str, text: str, snapshots: tuple[Path, ...], timed: bool) -> int:
+        key = hash_text(key_text)
         known = self.cache.get(key)
         with self._lock:
             self._next += 1
-            job = _Job(self._next, key, text, None, snapshot, timed)
+            job = _Job(self._next, key, key_text, None, snapshots, timed)
             if known is not None:
                 self._finish_known(job, known)
             else:
-                self._enqueue(job, spec)
+                self._enqueue(job, text)
             return job.number
 
     def poll(self) -> list[Finished]:
@@ -183,13 +197,13 @@ class CompileWorker:
 
     # ---------------------------------------------------------------------------------------- under the lock from here
 
-    def _enqueue(self, job: _Job, spec: SegmentSpec) -> None:
+    def _enqueue(self, job: _Job, text: str) -> None:
         try:
             # In a file: a pipe takes 64 KiB and would block us while the child is importing torch.
             folder = private_cache_dir("compile")
             descriptor, name = tempfile.mkstemp(prefix=own_prefix("spec"), suffix=".json", dir=folder)
             with os.fdopen(descriptor, "w") as file:
-                file.write(dumps(spec))
+                file.write(text)
             job.spec_path = Path(name)
         except (OSError, CacheFolderError) as error:
             return self._fail(job, "compile error", f"the segment cannot be handed over: {error}", remember=False)
@@ -213,8 +227,8 @@ class CompileWorker:
     def _clean(self, job: _Job) -> None:
         if job.spec_path is not None:
             job.spec_path.unlink(missing_ok=True)
-        if job.snapshot is not None:
-            delete_snapshot(job.snapshot)
+        for snapshot in job.snapshots:
+            delete_snapshot(snapshot)
 
     def _start_next(self) -> None:
         if self._running is not None or not self._waiting:
@@ -306,7 +320,7 @@ class _Child:
         message = {
             "job": job.number,
             "spec": str(job.spec_path),
-            "snapshot": None if job.snapshot is None else str(job.snapshot),
+            "snapshots": [str(snapshot) for snapshot in job.snapshots],
             "timed": job.timed,
         }
         assert self.process.stdin is not None

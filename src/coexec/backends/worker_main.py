@@ -1,7 +1,8 @@
 """The compile child: reads one job per line on stdin, compiles, checks and stores it, answers one line.
 
 Started by :mod:`coexec.backends.worker` as `python -m coexec.backends.worker_main`. A job is
-`{"job": 3, "spec": path, "snapshot": path | null, "timed": bool}`, an answer `{"job": 3, "key": ..., "failure": null |
+`{"job": 3, "spec": path, "snapshots": [path, ...], "timed": bool}`; the spec is one segment, or a list of observations
+of one at several sizes, each with its snapshot. An answer is `{"job": 3, "key": ..., "failure": null |
 {"kind", "reason"}, "report": {...} | null}`. Answers go to the pipe that was stdout; whatever compilers print goes to
 stderr. The child ends, with its compilers, when its parent is gone.
 """
@@ -94,10 +95,12 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
     """Compile, check and store one segment. Every error is an answer."""
     from coexec.backends.cache import ArtifactCache
     from coexec.backends.key import artifact_key, key_text
-    from coexec.backends.spec_json import loads
+    from coexec.backends.spec_json import from_json
+    from coexec.backends.symbolic import unify
 
     try:
-        spec = loads(Path(job["spec"]).read_text())
+        form = json.loads(Path(job["spec"]).read_text())
+        spec = unify([from_json(observed) for observed in form]) if isinstance(form, list) else from_json(form)
         key, text = artifact_key(spec), key_text(spec)
         answer = _compile_and_store(job, spec, key, text, ArtifactCache())
     except Exception as error:
@@ -106,15 +109,19 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cache: Any) -> dict[str, Any]:
+    from coexec.backends.expressions import NotExpressibleError
     from coexec.backends.fed import NotLowerableError
-    from coexec.backends.inductor import compile_segment
+    from coexec.backends.inductor import compile_segment, compile_symbolic
     from coexec.backends.leftovers import own_prefix
+    from coexec.backends.symbolic import SymbolicSpec
     from coexec.config import private_cache_dir
+
+    compile_it: Any = compile_symbolic if isinstance(spec, SymbolicSpec) else compile_segment
 
     with tempfile.TemporaryDirectory(prefix=own_prefix("job"), dir=private_cache_dir("compile")) as scratch:
         try:
-            compiled = compile_segment(spec, Path(scratch))
-        except NotLowerableError as error:
+            compiled = compile_it(spec, Path(scratch))
+        except (NotLowerableError, NotExpressibleError) as error:
             return _refuse(cache, key, text, {"kind": "not lowerable", "reason": str(error)})
         except Exception as error:
             return _refuse(cache, key, text, _failure("compile error", error))
@@ -127,14 +134,19 @@ def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cach
 
 
 def _check(job: dict[str, Any], spec: Any, library: Path) -> dict[str, Any] | None:
-    """Verify on the snapshot, if there is one."""
-    if job.get("snapshot") is None:
-        return None
+    """Verify on the snapshots, if there are some: the report of the first that finds a problem, or else of the last."""
     from coexec.backends.snapshot import read_snapshot
+    from coexec.backends.symbolic import SymbolicSpec
     from coexec.backends.verify import verify
 
-    inputs, generator_state = read_snapshot(Path(job["snapshot"]))
-    return verify(spec, library, inputs, generator_state, timed=bool(job.get("timed", True))).to_json()
+    report: dict[str, Any] | None = None
+    observed = spec.observed if isinstance(spec, SymbolicSpec) else (spec,)
+    for one, snapshot in zip(observed, job["snapshots"], strict=False):
+        inputs, generator_state = read_snapshot(Path(snapshot))
+        report = verify(one, library, inputs, generator_state, timed=bool(job.get("timed", True))).to_json()
+        if not report["accepted"]:
+            break
+    return report
 
 
 def _refuse(cache: Any, key: str, text: str, failure: dict[str, str], report: Any = None) -> dict[str, Any]:

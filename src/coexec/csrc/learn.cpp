@@ -75,7 +75,8 @@ void Step::learn_arguments(Node& n, const TraceOp& t) {
 
 // The shapes of this trace, unless they are known.
 void Step::learn_variant(Node& n, const TraceOp& t) {
-  Variant seen;
+  auto made = std::make_shared<Variant>();
+  Variant& seen = *made;
   std::vector<const ArgInfo*> number_info;
   for (size_t a = 0; a < t.args.size(); a++)
     if (t.args[a].type == Arg::Number) {
@@ -86,15 +87,15 @@ void Step::learn_variant(Node& n, const TraceOp& t) {
     seen.inputs.push_back(in.geometry);
   seen.outputs.assign(t.geometries.begin(), t.geometries.end());
   seen.nbytes.assign(t.nbytes.begin(), t.nbytes.end());
-  for (const auto& v : n.variants) {
-    bool same = v.inputs == seen.inputs && v.numbers.size() == seen.numbers.size();
-    for (size_t k = 0; same && k < v.numbers.size(); k++)
-      same = same_shape_number(*number_info[k], v.numbers[k], seen.numbers[k]);
-    if (same)
+  for (auto& v : n.variants) {
+    bool same = v->inputs == seen.inputs && v->numbers.size() == seen.numbers.size();
+    for (size_t k = 0; same && k < v->numbers.size(); k++)
+      same = same_shape_number(*number_info[k], v->numbers[k], seen.numbers[k]);
+    if (same && (v->outputs == seen.outputs || v->observed))
       return;
   }
   seen.observed = true;
-  n.variants.push_front(std::move(seen)); // the newest shapes are the likeliest
+  add_variant(n, std::move(made));
 }
 
 // From now on these locations get real memory at once (recorded as HOST ops).

@@ -19,8 +19,9 @@ bool Step::can_return_early() const {
 void Step::return_early() {
   for (const auto& [storage, index] : external_writes_)
     foreign_use_.writes.insert(storage);
-  for (const auto& s : segments ? segments->by_id : std::vector<std::shared_ptr<Segment>>())
-    foreign_use_.draws |= s->random && s->artifact; // it puts the generator back if its run is discarded
+  for (const auto& p : segments ? segments->by_id : std::vector<std::shared_ptr<PlannedSegment>>())
+    for (const auto& s : p->versions)
+      foreign_use_.draws |= s->random; // it puts the generator back if its run is discarded
   learn_survivors();
   overlap_ = std::make_shared<Overlap>(this, it_, std::move(foreign_use_), std::move(keyed_));
   keyed_.clear();

@@ -30,7 +30,7 @@ struct OpDescription {
     const Geometry* geometry;
   };
   Node* node;
-  const Variant* variant;
+  std::shared_ptr<const Variant> variant; // null where the op has none
   std::vector<c10::IValue> args; // tensors left out
   std::vector<Input> inputs;
   std::vector<int32_t> out_slots; // value of each output (the first with its memory and geometry); -1 if undefined
@@ -127,6 +127,8 @@ class Step {
   bool match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t element);
   const Variant* infer_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
+  const Variant* add_variant(Node& n, std::shared_ptr<Variant> v);
+  void forget_old_variants();
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
   Patch pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry);
@@ -150,7 +152,7 @@ class Step {
   void link_path(const std::vector<int32_t>& nodes);
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
   static void learn_arguments(Node& n, const TraceOp& t);
-  static void learn_variant(Node& n, const TraceOp& t);
+  void learn_variant(Node& n, const TraceOp& t);
   // `waited_s`: what the caller has waited for it already.
   void wait(int64_t n, Wait why, uint64_t location, double waited_s = 0);
   void issue_warnings(Iteration& it, int64_t n);
@@ -189,6 +191,7 @@ class Step {
   std::optional<Fallback> failure_; // the kernel's error of this iteration, once it has been undone
   bool in_backward_ = false;
   bool barrier_open_ = false;
+  std::vector<Node*> crowded_; // nodes with more variants than are kept
   std::vector<HostWrite> host_writes_; // of this iteration, in order
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
