@@ -138,9 +138,8 @@ def test_a_new_version_of_a_candidate_is_another_environment(run: Run, monkeypat
     try:
         assert run.store.lookup(key_of(climbing()), environment_of((), 1)) is None
         report = tune(run.store, QUICK, candidates=("planted-fast", "planted-refuses"))
-        assert [(a.candidate, a.before) for a in report.graphs[0].attempts] == [
-            ("planted-fast", False), ("planted-refuses", False)
-        ]  # fmt: skip
+        attempts = {a.candidate: a.before for a in report.graphs[0].attempts}
+        assert attempts == {"planted-fast": False, "planted-refuses": False}
         assert run.store.lookup(key_of(climbing()), environment_of((), 1)) is not None
     finally:
         monkeypatch.undo()
