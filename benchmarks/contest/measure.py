@@ -21,7 +21,7 @@ from examples.demo.child import Child, ChildFailed
 FAST = 1.1
 """A step is fast if it takes at most this many times the median step of the measured turns."""
 FAST_WINDOW = 5
-"""Steps whose median has to be fast: one lucky step among slow ones does not count."""
+"""Steps from it on whose median has to be fast too: one lucky step among slow ones does not count."""
 
 Say = Callable[[str], None]
 
@@ -187,6 +187,6 @@ def first_fast_s(warm: dict[str, Any], settled_s: float) -> float | None:
     """Returns the seconds from the first step's start to the end of the first fast one; None if there was none."""
     times_s, ends_s = warm["times_s"], warm["ends_s"]
     for index in range(len(times_s) - FAST_WINDOW + 1):
-        if median(times_s[index : index + FAST_WINDOW]) <= FAST * settled_s:
+        if max(times_s[index], median(times_s[index : index + FAST_WINDOW])) <= FAST * settled_s:
             return float(ends_s[index])
     return None
