@@ -28,7 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
         stand_guard(parent)
     from coexec.intercept.compile_core import SOURCES, build  # imports torch: the guard need not be so large
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, so that the compiler is ended too
+    # As an exception, so that the compiler is ended too. SIGHUP: the kernel sends it to a stopped group without parent.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _give_up)
     try:
         path = build(options.parent is None, options.sources or SOURCES, should_stop=lambda: os.getppid() != parent)
     except NativeBuildError as error:
@@ -36,6 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
     except CacheFolderError as error:
         return _print_result({"error": str(error)})
     return _print_result({"path": str(path)})
+
+
+def _give_up(number: int, _frame: object) -> None:
+    for other in (signal.SIGTERM, signal.SIGHUP):  # the guard and the kernel may both say so: once is enough
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(1)
 
 
 def _print_result(result: dict[str, str]) -> int:
