@@ -79,7 +79,7 @@ print(registry.lookup_backend("coexec").__name__)
 """
 
 
-@pytest.mark.parametrize("imports", ["import torch, coexec", "import coexec, torch", "import torch._dynamo, coexec"])
+@pytest.mark.parametrize("imports", ["import coexec, torch", "import torch._dynamo, coexec"])
 def test_the_backend_is_known_without_an_installed_entry_point(imports: str) -> None:
     hidden = "import importlib.metadata as m; m.entry_points = lambda **_: m.EntryPoints()"
     program = hidden + BACKEND.format(imports=imports)

@@ -233,6 +233,48 @@ def test_nothing_is_left_when_the_owner_ends(end: str) -> None:
     assert gone(child)
 
 
+@pytest.mark.parametrize("end", ["time.sleep(60)"])
+def test_a_stopped_child_and_its_compilers_end_with_a_killed_owner(end: str, tmp_path: Path) -> None:
+    """The pacer stops the child's group; the owner is killed in such a moment."""
+    root = Path(__file__).resolve().parents[2]
+    code = OWNER.format(end="import os, signal\ntime.sleep(3)\nos.killpg(worker.child_pid, signal.SIGSTOP)\n" + end)
+    started = code.replace("worker = CompileWorker()", f"worker = CompileWorker(command={_with_compiler(tmp_path)})")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", started.replace("import sys", "import os, sys")], stdout=subprocess.PIPE, cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}, text=True,
+    )  # fmt: skip
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    deadline_s = time.monotonic() + 30
+    while _state(child) != "T" and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    compiler = int((tmp_path / "compiler").read_text())
+    assert (_state(child), _state(compiler)) == ("T", "T")
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert gone(child)
+    assert gone(compiler)
+
+
+def _with_compiler(folder: Path) -> str:
+    """The child's command, as source: the real one, after it has started a process in its group."""
+    code = (
+        "import subprocess, sys, pathlib;"
+        f"p = subprocess.Popen(['sleep', '61.9']); pathlib.Path({str(folder / 'compiler')!r}).write_text(str(p.pid));"
+        "from coexec.backends.worker_main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return f"[sys.executable, '-c', {code!r}, '--parent', str(os.getpid())]"
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for it: "T" is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def a_small_recording() -> Recording:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     return record(lambda _: [(a @ b).tanh(), a.add_(b)][:1])

@@ -61,7 +61,7 @@ def unresolved(tensor: torch.Tensor) -> bool:
 
 def waits(step: Any) -> int:
     step.stats()
-    return int(step._runner.waits()["overlap"])
+    return int(step._runner.wait_counts()["overlap"])
 
 
 class Trained:

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from coexec.intercept.guard import stand_guard
+
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 0.5
 REASON_CHARS = 2000
@@ -36,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--die-with-thread", action="store_true", help="let the kernel tell when the parent ends")
     parser.add_argument("--memory-bytes", type=int, default=0, help="limit of private memory; 0: none")
     options = parser.parse_args(arguments)
+    stand_guard(options.parent)
     _follow_parent(options.parent, options.die_with_thread)
     if options.memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory_bytes, options.memory_bytes))
@@ -52,7 +55,7 @@ def _follow_parent(parent: int, die_with_thread: bool) -> None:
     """End, and end the compilers of our process group, when the parent ends, even if it is killed.
 
     The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main
-    thread; the watching thread covers the rest.
+    thread; the watching thread covers the rest, and a guard the time in which we are stopped.
     """
     signal.signal(signal.SIGTERM, lambda *_: _end_group())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business

@@ -374,6 +374,11 @@ class StepRunner:
         """Returns where Python waited for the graph, the longest first."""
         return waits_of(self._native.waits()) if self._native is not None else []
 
+    def wait_counts(self) -> dict[str, int]:
+        """Returns how often Python waited for the graph, by reason."""
+        counts: dict[str, int] = self._native.stats()["waits"] if self._native is not None else {}
+        return counts
+
     def graph_view(self) -> Any:
         """Returns the TraceGraph, printable."""
         return GraphView(self.graph)
