@@ -296,12 +296,7 @@ def test_a_cache_folder_that_cannot_be_used_is_reported_once(tmp_path: Path, mon
     monkeypatch.setattr(dynamo_backend, "_cache_reported", False)
     x = torch.randn(16, 16)
     with pytest.warns(UserWarning, match=f"{tmp_path} can be written by others.*runs eagerly") as caught:
-<<<<<<< HEAD
-        results = [compiled(climb)(x) for _ in range(2)]
-    assert all(torch.equal(result, climb(x)) for result in results)
-=======
         returned = [compiled(climb)(x) for _ in range(2)]
->>>>>>> polish
     assert len(caught) == 1
     assert all(torch.equal(y, climb(x)) for y in returned)
     assert not (tmp_path / "subgraphs").exists()

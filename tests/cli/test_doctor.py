@@ -61,7 +61,19 @@ def test_this_machine_is_well(run: Run) -> None:
     assert answer.status == 0
     document = answer.json()
     assert document["ok"]
-    parts = ["python", "torch", "compiler", "Python.h", "ninja", "cpu", "threads", "cache", "store", "keys"]
+    parts = [
+        "python",
+        "torch",
+        "compiler",
+        "Python.h",
+        "ninja",
+        "cpu",
+        "threads",
+        "entry point",
+        "cache",
+        "store",
+        "keys",
+    ]
     assert [check["part"] for check in document["checks"]] == parts
     eager = next(state for state in document["backends"] if state["name"] == "eager")
     assert eager["usable"]

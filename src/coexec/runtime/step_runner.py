@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -376,7 +377,9 @@ class StepRunner:
 
     def wait_counts(self) -> dict[str, int]:
         """Returns how often Python waited for the graph, by reason."""
-        counts: dict[str, int] = self._native.stats()["waits"] if self._native is not None else {}
+        counts: Counter[str] = Counter()
+        for wait in self.waits():
+            counts[wait.reason] += wait.count
         return counts
 
     def graph_view(self) -> Any:
