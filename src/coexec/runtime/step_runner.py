@@ -376,10 +376,11 @@ class StepRunner:
         return waits_of(self._native.waits()) if self._native is not None else []
 
     def wait_counts(self) -> dict[str, int]:
-        """Returns how often Python waited for the graph, by reason."""
+        """Returns how often Python waited for the graph, by reason; a fallback is counted as such, and not here."""
         counts: Counter[str] = Counter()
         for wait in self.waits():
-            counts[wait.reason] += wait.count
+            if wait.reason != "fallback":
+                counts[wait.reason] += wait.count
         return counts
 
     def graph_view(self) -> Any:
