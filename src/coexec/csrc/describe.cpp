@@ -24,7 +24,7 @@ int32_t Step::describe_external(const at::Tensor& t) {
 void Step::describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args) {
   OpDescription d;
   d.node = &n;
-  d.variant = v;
+  d.variant = v ? v->shared_from_this() : nullptr;
   for (size_t i = 0; i < args.size(); i++) {
     auto type = n.args[i].type;
     if (type == Arg::Wrapped)
@@ -36,17 +36,17 @@ void Step::describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IVal
   for (size_t k = 0; k < in_.size(); k++) {
     const In& in = in_[k];
     if (in.record) {
-      bool latest = it_->sid_of(in.record->views.front().slot) == in.record->sid;
-      d.inputs.push_back({in.slot, in.record->sid, latest, -1, in.geometry});
+      bool latest = it_->sid_of(in.slot) == in.record->sid;
+      d.inputs.push_back({in.slot, in.record->sid, latest, in.record->nbytes, -1, in.geometry});
       continue;
     }
     at::Tensor t = executed ? segment_argument(e, static_cast<int16_t>(k)) : *in.tensor;
     if (!t.defined() || is_special(*t.unsafeGetTensorImpl())) {
-      d.inputs.push_back({kExternal, -1, true, -1, nullptr});
+      d.inputs.push_back({kExternal, -1, true, 0, -1, nullptr});
       continue;
     }
     int32_t id = describe_external(executed ? t : tensor_over(t.storage(), *intern_of(*t.unsafeGetTensorImpl())));
-    d.inputs.push_back({kExternal, -1, true, id, external_descriptions[id].geometry});
+    d.inputs.push_back({kExternal, -1, true, 0, id, external_descriptions[id].geometry});
   }
   for (size_t k = 0; v && k < n.outputs.size(); k++) {
     const auto& o = n.outputs[k];
@@ -73,8 +73,12 @@ void Step::learn_survivors() {
     int64_t end = i + 1;
     while (end < n && segment >= 0 && follows_in_segment(program.at(path[end - 1]), program.at(path[end])))
       end++;
-    if (segment >= 0 && segments && segments->by_id[segment]->nodes.size() == static_cast<size_t>(end - i))
-      segments->by_id[segment]->passes++;
+    if (segment >= 0 && segments && segments->by_id[segment]->nodes.size() == static_cast<size_t>(end - i)) {
+      uint64_t shapes = 0;
+      for (int64_t j = i; j < end; j++)
+        shapes = mix(shapes, reinterpret_cast<uintptr_t>(it_->entry(j).variant));
+      segments->by_id[segment]->note_pass(shapes);
+    }
     if (segment >= 0)
       for (int64_t j = i; j < end; j++) {
         const Node& node = program.at(path[j]);

@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <chrono>
 #include <thread>
+#include "raised.h"
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -61,7 +62,6 @@ void Iteration::reset(size_t slots) {
     sid_of_ = std::vector<std::atomic<int32_t>>(slots);
   for (auto& s : sid_of_)
     s.store(-1, std::memory_order_relaxed);
-  passing_variants.clear();
   owner_ = std::this_thread::get_id();
   own_frees_.clear();
   pending_frees_.clear();
@@ -250,7 +250,7 @@ void Iteration::set_failed(int64_t at, std::exception_ptr e) {
 double Iteration::wait_done(int64_t n, bool raise, Signals signals) {
   double s = wait_done_or_published(n, -1, nullptr, signals);
   if (raise && failed() && failed_at_.load() < n)
-    std::rethrow_exception(error_);
+    throw_again(error_);
   return s;
 }
 

@@ -101,8 +101,6 @@ class Iteration {
     native_fills.push_back(slot);
   }
   std::vector<int32_t> native_fills; // slots; PythonRunner's thread only
-  // Output metadata of single ops, for nodes that have met more shapes than they keep.
-  std::deque<Variant> passing_variants; // stable addresses; filled by the PythonRunner
   bool failed() const {
     return failed_at_.load() >= 0;
   }

@@ -41,8 +41,10 @@ void Step::link_path(const std::vector<int32_t>& nodes) {
   int32_t previous = kStart;
   auto link = [&](int32_t id) {
     auto& c = program.at(previous).children;
+    // Of two nodes for one op the one that waits for nothing: an earlier trace did not know that Python reads it.
+    bool first = id != kEnd && program.at(id).kind == Kind::Host;
     if (std::find(c.begin(), c.end(), id) == c.end())
-      c.push_back(id);
+      c.insert(first ? c.begin() : c.end(), id);
     previous = id;
   };
   for (int32_t id : nodes)
@@ -74,7 +76,8 @@ void Step::learn_arguments(Node& n, const TraceOp& t) {
 
 // The shapes of this trace, unless they are known.
 void Step::learn_variant(Node& n, const TraceOp& t) {
-  Variant seen;
+  auto made = std::make_shared<Variant>();
+  Variant& seen = *made;
   std::vector<const ArgInfo*> number_info;
   for (size_t a = 0; a < t.args.size(); a++)
     if (t.args[a].type == Arg::Number) {
@@ -85,15 +88,15 @@ void Step::learn_variant(Node& n, const TraceOp& t) {
     seen.inputs.push_back(in.geometry);
   seen.outputs.assign(t.geometries.begin(), t.geometries.end());
   seen.nbytes.assign(t.nbytes.begin(), t.nbytes.end());
-  for (const auto& v : n.variants) {
-    bool same = v.inputs == seen.inputs && v.numbers.size() == seen.numbers.size();
-    for (size_t k = 0; same && k < v.numbers.size(); k++)
-      same = same_shape_number(*number_info[k], v.numbers[k], seen.numbers[k]);
-    if (same)
+  for (auto& v : n.variants) {
+    bool same = v->inputs == seen.inputs && v->numbers.size() == seen.numbers.size();
+    for (size_t k = 0; same && k < v->numbers.size(); k++)
+      same = same_shape_number(*number_info[k], v->numbers[k], seen.numbers[k]);
+    if (same && (v->outputs == seen.outputs || v->observed))
       return;
   }
   seen.observed = true;
-  n.variants.push_front(std::move(seen)); // the newest shapes are the likeliest
+  add_variant(n, std::move(made));
 }
 
 // From now on these locations get real memory at once (recorded as HOST ops).

@@ -55,6 +55,7 @@ void Step::start_anew() {
   iterations_.clear();
   description.clear();
   path.clear();
+  crowded_.clear();
   program.clear();
 }
 

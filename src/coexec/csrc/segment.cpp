@@ -83,6 +83,51 @@ bool number_fits(const Entry& e, const SegmentInput& in) {
   }
 }
 
+bool fits_entry(const Segment& s, size_t position, const Entry& e, const std::vector<int64_t>& symbols) {
+  const Variant* made_for = s.variants[position].get();
+  if (s.symbols.empty() || !made_for || !e.variant)
+    return e.variant == made_for;
+  return s.patterns[position].agrees(facts_of(*e.node, *e.variant), s.expressions, symbols);
+}
+
+bool bind_symbols(const Segment& s, const std::vector<const Geometry*>& inputs, std::vector<int64_t>* symbols) {
+  symbols->clear();
+  for (const auto& from : s.symbols) {
+    const Geometry* g = inputs[from.input];
+    if (g->sizes.size() <= static_cast<size_t>(from.dimension))
+      return false;
+    symbols->push_back(g->sizes[from.dimension]);
+  }
+  for (const auto& guard : s.guards)
+    if (evaluate(guard, *symbols).value_or(0) == 0)
+      return false;
+  std::vector<int64_t> facts;
+  for (size_t k = 0; k < inputs.size(); k++) {
+    if (!inputs[k])
+      continue;
+    facts.clear();
+    append_facts(*inputs[k], &facts);
+    if (!s.inputs[k].pattern.agrees(facts, s.expressions, *symbols))
+      return false;
+  }
+  return true;
+}
+
+void PlannedSegment::note_pass(uint64_t signature) {
+  passes++;
+  last_signature = signature;
+  for (auto& s : signatures)
+    if (s.first == signature) {
+      s.second++;
+      return;
+    }
+  if (signatures.size() == kSignatures) {
+    auto rarer = [](const auto& a, const auto& b) { return a.second < b.second; };
+    signatures.erase(std::min_element(signatures.begin(), signatures.end(), rarer));
+  }
+  signatures.emplace_back(signature, 1);
+}
+
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to) {
   const Segment& s = *run.segment;
   for (int64_t i = from; i < to; i++) {
@@ -90,7 +135,7 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
     auto p = static_cast<size_t>(i - run.base);
     if (p >= s.nodes.size() || e.node->id != s.nodes[p])
       return "another path";
-    if (e.variant != s.variants[p])
+    if (!fits_entry(s, p, e, run.symbols))
       return "other shapes";
   }
   for (const auto& c : s.checks) {
@@ -100,7 +145,9 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
     Entry& e = it.entry(i);
     const Patch* patch = patch_of(e, c.input);
     if (c.segment_input >= 0 && patch && !patch->external) {
-      if (it.memory(patch->sid).unsafeGetStorageImpl() != run.used[c.segment_input].storage().unsafeGetStorageImpl())
+      const at::Tensor& used = run.used[c.segment_input];
+      if (it.memory(patch->sid).unsafeGetStorageImpl() != used.storage().unsafeGetStorageImpl() ||
+          patch->geometry->offset != used.storage_offset())
         return "another value at " + e.node->info->name;
       continue;
     }
@@ -119,7 +166,12 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
   }
   for (const auto& c : s.number_checks) {
     int64_t i = run.base + c.position;
-    if (i >= from && i < to && !same_value(it.entry(i).args[c.arg], c.value))
+    if (i < from || i >= to)
+      continue;
+    const auto& now = it.entry(i).args[c.arg];
+    bool same = c.expression < 0 ? same_value(now, c.value)
+                                 : now.isInt() && now.toInt() == evaluate(s.expressions[c.expression], run.symbols);
+    if (!same)
       return "another number at " + it.entry(i).node->info->name;
   }
   return std::nullopt;

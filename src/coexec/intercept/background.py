@@ -1,14 +1,13 @@
-"""Background compilation beside a running step: it gets whole steps of the user's, as many as the user can spare.
+"""Background compilation beside a running step: it gets slices of time between the user's steps.
 
 On a machine whose cores the step keeps busy there is no right priority for a compiler. OpenMP's workers spin between
 two parallel regions, so a compiler at idle priority gets nothing: seen, a minute's build that had not ended after five.
 One at a higher priority takes a worker's core in the middle of a region, and the other workers wait for it: seen, steps
-of 3 to 4 times their length with a compiler at nice 0.
+of 3 to 4 times their length with a compiler at nice 0, and 2 to 3 times where libgomp's workers were made to sleep.
 
-So steps take turns. In most of them the compiler is stopped. In the others it runs, and the step makes room for it: a
-second OpenMP pool makes libgomp's workers sleep between regions instead of spinning. Seen on two cores, such a step
-takes 1.8 times (a transformer) to 2.9 times (a small convolutional net) as long, and the compiler gets nearly a core.
-How long steps take is measured all the time, and the share of such steps is what TARGET allows.
+So the two take turns. While a step runs, the compilers are stopped; between two steps the user's thread waits for as
+long as TARGET allows, and the compilers have all cores. What a step pays is thus known beforehand, not measured after.
+Where the step leaves a core free, compilers run beside it instead, for as long as it does not suffer.
 """
 
 from __future__ import annotations
@@ -16,24 +15,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import statistics
 import threading
 import time
-
-import torch
 
 TARGET = 1.3
 """How much longer the average step may take while something is compiled: a 20-step window must stay below 1.5."""
 
-FIRST_SHARE = 0.2  # of the steps, to begin with
-LEAST_SHARE, MOST_SHARE = 0.05, 1.0
-CONTROL_STEPS = 20  # the share follows what so many steps took on average
-QUIET_STEPS = 8  # undisturbed ones in a row, which say how long a step takes without us; the first two are not counted
-QUIET_EVERY = 200  # steps: the program may be another by then
+LEAST_SLICE_S = 0.005  # below that, stopping and continuing cost more than they give
+MOST_SLICE_S = 1.0
+CONTROL_STEPS = 20  # so many steps say whether a core is free, and whether the step suffers
+FREE_CORES = 0.9  # of the machine's, that the step leaves
 IDLE_S = 0.5  # no step has ended for so long (and for IDLE_STEPS times a step): nobody is disturbed
 IDLE_STEPS = 5
-LOOK_S = 0.2  # the crowd looks whether the program has ended
-CROWD_ELEMENTS = 1 << 17  # enough for a parallel region: at::parallel_for splits from 32,768 elements on
 
 
 def make_room(pid: int) -> None:
@@ -51,22 +44,17 @@ class Pacer:
         self._lock = threading.Lock()
         self._groups: dict[int, float] = {}  # process group -> seconds that it has been stopped
         self._stopped_at_s: float | None = None  # None: the groups run
-        self._last_end_s: float | None = None
-        self._quiet: list[float] = []  # seconds from one step's end to the next one's, of the quiet steps under way
-        self._paced: list[float] = []  # the same since the share was last adapted
-        self._quiet_left = QUIET_STEPS
-        self._until_quiet = QUIET_EVERY
-        self._step_s = 0.0  # an undisturbed step
-        self.share = FIRST_SHARE  # of the steps, that the compiler gets
-        self._credit = 0.0
-        self._crowd = _Crowd()
+        self._slicing = False  # some thread waits between two of its steps
+        self._last_end_s: float | None = None  # beginning of the interval under way
+        self._forget_steps()
 
     def admit(self, group: int) -> None:
         """Takes a process group in; it runs until the next step ends."""
         with self._lock:
             first = not self._groups
             self._groups[group] = 0.0
-            self._last_end_s = None
+            if first:
+                self._forget_steps()
             if self._stopped_at_s is not None:
                 _signal(group, signal.SIGSTOP)
         if first:
@@ -78,7 +66,6 @@ class Pacer:
             if self._groups.pop(group, None) is not None and self._stopped_at_s is not None:
                 _signal(group, signal.SIGCONT)
             if not self._groups:
-                self._crowd.leave()
                 self._stopped_at_s = None
 
     def stopped_s(self, group: int) -> float:
@@ -88,55 +75,84 @@ class Pacer:
             return self._groups.get(group, 0.0) + (under_way_s if group in self._groups else 0.0)
 
     def step_ended(self) -> None:
-        """Call when a step of the user's has ended: measures it and decides about the next one."""
+        """Call when a step of the user's has ended: waits here while the groups have their slice, if one is due."""
         if not self._groups:
             return
         with self._lock:
-            now_s = time.monotonic()
-            if self._last_end_s is not None:
-                self._note(now_s - self._last_end_s)
-            self._last_end_s = now_s
-            if self._quiet_left > 0:
-                return self._stop()
-            self._credit += self.share
-            if self._credit >= 1.0:
-                self._credit -= 1.0
-                self._run()
-                self._crowd.come()
-            else:
-                self._stop()
+            if self._slicing:
+                return
+            slice_s = self._due_s()
+            self._slicing = slice_s > 0.0
+        if self._slicing:
+            self._give(slice_s)
 
     def full_speed(self) -> None:
         """Call while the user waits for the compilation itself: the groups run until the next step ends."""
         if self._groups:
             with self._lock:
                 self._last_end_s = None
-                self._crowd.leave()
                 self._run()
+
+    def _give(self, slice_s: float) -> None:
+        """The groups run for that long, and the caller does not."""
+        try:
+            with self._lock:
+                self._run()
+            time.sleep(slice_s)
+        finally:  # Ctrl-C may end the sleep
+            with self._lock:
+                self._slicing = False
+                self._stop()
+                self._begin_interval()
 
     # ------------------------------------------------------------------------------------- under the lock from here
 
-    def _note(self, interval_s: float) -> None:
-        """Takes in what a step took, and adapts the share."""
-        if self._quiet_left > 0:
-            self._quiet.append(interval_s)
-            self._quiet_left -= 1
-            if self._quiet_left == 0:
-                self._step_s = statistics.median(self._quiet[2:])
-                self._quiet.clear()
-            return
-        self._paced.append(interval_s)
-        if len(self._paced) == CONTROL_STEPS:
-            self._adapt(statistics.fmean(self._paced) / self._step_s)
-            self._paced.clear()
-        self._until_quiet -= 1
-        if self._until_quiet == 0:
-            self._quiet_left, self._until_quiet = QUIET_STEPS, QUIET_EVERY
+    def _forget_steps(self) -> None:
+        self._last_end_s = None
+        self._last_cpu_s = 0.0
+        self._credit_s = 0.0  # that steps have earned and no slice has spent
+        self._steps, self._taken_s, self._cpu_s = 0, 0.0, 0.0  # since the last look, without slices
+        self._step_s = 0.0  # a step with the groups stopped
+        self._beside = False  # the groups run while steps run
+        self._may_run_beside = True
 
-    def _adapt(self, factor: float) -> None:
-        """`factor`: how much longer steps took than undisturbed ones, about in proportion to the share."""
-        wanted = (TARGET - 1.0) / max(factor - 1.0, 1e-3)
-        self.share = min(MOST_SHARE, max(LEAST_SHARE, self.share * min(1.5, max(0.5, wanted))))
+    def _due_s(self) -> float:
+        """Takes in the step that has ended. Returns how long the groups may run before the next one."""
+        known = self._last_end_s is not None
+        interval_s, cpu_s = self._begin_interval()
+        if known:
+            self._steps, self._taken_s, self._cpu_s = self._steps + 1, self._taken_s + interval_s, self._cpu_s + cpu_s
+            if self._steps == CONTROL_STEPS:
+                self._look()
+        if self._beside:
+            return 0.0
+        if known:
+            self._credit_s = min(MOST_SLICE_S, self._credit_s + (TARGET - 1.0) * interval_s)
+        self._stop()
+        if self._credit_s < LEAST_SLICE_S:
+            return 0.0
+        slice_s, self._credit_s = self._credit_s, 0.0
+        return slice_s
+
+    def _begin_interval(self) -> tuple[float, float]:
+        """Returns the seconds, and processor seconds of this process, since the latest interval began."""
+        now_s, cpu_s = time.monotonic(), time.process_time()
+        passed = now_s - (self._last_end_s or now_s), cpu_s - self._last_cpu_s
+        self._last_end_s, self._last_cpu_s = now_s, cpu_s
+        return passed
+
+    def _look(self) -> None:
+        """Chooses between slices and running beside the steps."""
+        step_s, busy_cores = self._taken_s / self._steps, self._cpu_s / self._taken_s
+        self._steps, self._taken_s, self._cpu_s = 0, 0.0, 0.0
+        if self._beside:
+            if step_s > TARGET * self._step_s:  # it suffers after all
+                self._beside = self._may_run_beside = False
+        else:
+            self._step_s = step_s
+            self._beside = self._may_run_beside and _cores() - busy_cores > FREE_CORES
+            if self._beside:
+                self._run()
 
     def _run(self) -> None:
         if self._stopped_at_s is None:
@@ -148,8 +164,7 @@ class Pacer:
             _signal(group, signal.SIGCONT)
 
     def _stop(self) -> None:
-        self._crowd.leave()
-        if self._stopped_at_s is None:
+        if self._stopped_at_s is None and self._groups:
             self._stopped_at_s = time.monotonic()
             for group in self._groups:
                 _signal(group, signal.SIGSTOP)
@@ -166,29 +181,10 @@ class Pacer:
                     self._run()
 
 
-class _Crowd:
-    """A thread with an OpenMP pool of its own, which makes libgomp's workers sleep between regions."""
-
-    def __init__(self) -> None:
-        self._go_home: threading.Event | None = None
-
-    def come(self) -> None:
-        if self._go_home is None and torch.get_num_threads() > 1:
-            self._go_home = threading.Event()
-            arguments = (self._go_home,)
-            threading.Thread(target=_stand_about, args=arguments, name="coexec-crowd").start()
-
-    def leave(self) -> None:
-        if self._go_home is not None:
-            self._go_home.set()
-            self._go_home = None
-
-
-def _stand_about(go_home: threading.Event) -> None:
-    # No daemon: one that is inside torch when the interpreter ends aborts the process.
-    torch.zeros(CROWD_ELEMENTS).add_(1.0)  # a parallel region makes the pool; it ends with the thread
-    while not go_home.wait(LOOK_S) and threading.main_thread().is_alive():
-        continue
+def _cores() -> int:
+    with contextlib.suppress(AttributeError):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _signal(group: int, number: int) -> None:
