@@ -45,6 +45,7 @@ class Pacer:
         self._groups: dict[int, float] = {}  # process group -> seconds that it has been stopped
         self._stopped_at_s: float | None = None  # None: the groups run
         self._slicing = False  # some thread waits between two of its steps
+        self._last_end_s: float | None = None  # beginning of the interval under way
         self._forget_steps()
 
     def admit(self, group: int) -> None:
@@ -107,7 +108,7 @@ class Pacer:
     # ------------------------------------------------------------------------------------- under the lock from here
 
     def _forget_steps(self) -> None:
-        self._last_end_s: float | None = None  # beginning of the interval under way
+        self._last_end_s = None
         self._last_cpu_s = 0.0
         self._credit_s = 0.0  # that steps have earned and no slice has spent
         self._steps, self._taken_s, self._cpu_s = 0, 0.0, 0.0  # since the last look, without slices
