@@ -1,118 +1,76 @@
-"""`coexec bench` times stored decisions anew and says which ones do not hold."""
+"""`coexec bench` hands its options to the benchmark of the checkout, and says so where there is none."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
-from coexec.cli.app import PROBLEM
-from coexec.report import recheck as library
-from coexec.report.recheck import Recheck
-from coexec.subgraphs.entries import ArtifactRef, Decision, Outcome
-from coexec.subgraphs.store import Store
-from coexec.tuning.identity import environment_of
-from coexec.tuning.program_file import save_program
-from coexec.tuning.turns import Timing
-from tests.cli.conftest import Answer, Run
-from tests.tuning.conftest import planted_candidates, planted_folder  # noqa: F401 - fixtures
-from tests.tuning.graphs import climbing, key_of
-from tests.tuning.planted import STEPS
-
-THREADS = 1
-
-
-@dataclass
-class Decided:
-    """A store whose decisions name planted backends."""
-
-    store: Store
-    folder: Path
-
-    def decide(self, backend: str, size: int, **fields: Any) -> str:
-        """Store a program of `size` with a decision for `backend`; returns its digest."""
-        program, path = climbing(size), self.folder / f"program{size}"
-        save_program(program, path)
-        key = key_of(program)
-        self.store.put_subgraph(key, program=path, note=f"net.py:{size}")
-        content = json.dumps({"steps": STEPS, "threads": THREADS}).encode()
-        digest = self.store.put_artifact(content)
-        assert digest is not None
-        environment = environment_of((), THREADS)
-        options = {"metadata": {"made_by": backend}, "threads": THREADS}
-        artifact = ArtifactRef("data.json", digest, len(content))
-        decision = Decision(key.digest, environment.digest, backend, options=options, artifacts=(artifact,), **fields)
-        self.store.decide(decision, environment)
-        return key.digest
+from benchmarks.contest.__main__ import parser
+from coexec.cli import bench as module
+from coexec.cli.app import PROBLEM, USAGE, coexec
+from tests.cli.conftest import Run
 
 
 @pytest.fixture
-def decided(store: Store, home: Path) -> Decided:
-    return Decided(store, home)
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines that would have been run."""
+    lines: list[list[str]] = []
+
+    def note(line: list[str], **options: Any) -> SimpleNamespace:
+        lines.append(line)
+        return SimpleNamespace(returncode=len(lines) - 1)
+
+    monkeypatch.setattr(subprocess, "run", note)
+    return lines
 
 
-def rows_of(answer: Answer) -> dict[str, dict[str, Any]]:
-    return {row["backend"]: row for row in answer.json()}
-
-
-def test_decisions_that_hold_and_that_do_not(run: Run, decided: Decided) -> None:
-    fast = decided.decide("planted-fast", 40, speedup=9.0)
-    decided.decide("planted-slow", 41, speedup=3.0)
-    decided.decide("planted-wrong", 42, speedup=5.0)
-    answer = run("bench", "--threads", THREADS, "--rounds", 3, "--json")
-    assert answer.status == PROBLEM
-    rows = rows_of(answer)
-    assert set(rows) == {"planted-fast", "planted-slow", "planted-wrong"}
-    good = rows["planted-fast"]
-    assert (good["subgraph"], good["holds"], good["outcome"], good["decided"]) == (fast, True, "ok", 9.0)
-    assert good["timing"]["ratio"] > 2
-    assert rows["planted-slow"]["timing"]["high"] < 1
-    assert not rows["planted-slow"]["holds"]
-    assert rows["planted-wrong"]["outcome"] == "wrong"
-    assert rows["planted-wrong"]["timing"] is None
-
-
-def test_the_table_names_what_does_not_hold(run: Run, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, slow = Timing(4e-3, 1e-3, 1e-5, 4.0, 3.9, 4.1, 9), Timing(1e-3, 2e-3, 1e-5, 0.5, 0.4, 0.6, 9)
-    rows = (
-        Recheck("ab" * 32, "net.py:1", "tvm", 3.5, Outcome.OK, "", fast),
-        Recheck("cd" * 32, "net.py:2", "openvino", 1.2, Outcome.OK, "", slow),
-        Recheck("ef" * 32, "net.py:3", "onnxruntime", None, Outcome.WRONG, "off by 3", None),
+def test_options_reach_the_benchmark(run: Run, started: list[list[str]]) -> None:
+    words = ["gpt2", "moe", "--rounds", 3, "--settle", "2m", "--contenders", "compile, coexec", "--tiny", "--json"]
+    assert run("bench", *words).status == 0
+    (line,) = started
+    assert line[:3] == [sys.executable, "-m", "benchmarks.contest"]
+    parsed = parser().parse_args(line[3:])
+    assert (parsed.programs, parsed.rounds, parsed.settle) == (["gpt2", "moe"], 3, 120.0)
+    assert (parsed.contenders, parsed.tiny, parsed.json, parsed.no_convert) == (
+        ["compile", "coexec"],
+        True,
+        True,
+        False,
     )
-    monkeypatch.setattr(library, "recheck", lambda store, **options: rows)
+    assert run("bench").status == 1, "the benchmark's own exit status"
+    assert started[1][3:] == []
+
+
+def test_every_option_of_the_benchmark_is_an_option_of_the_command() -> None:
+    theirs = {action.dest for action in parser()._actions} - {"help"}
+    command = coexec.commands["bench"]
+    ours = {parameter.name for parameter in command.params}
+    assert (ours - {"as_json"}) | {"json"} == theirs
+    assert isinstance(command, click.Command)
+
+
+def test_without_a_checkout_it_says_where_the_programs_are(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "bench.py"))
     answer = run("bench")
     assert answer.status == PROBLEM
-    for words in ("4.00x [3.90, 4.10]", "3.50x", "4 ms", "wrong: off by 3"):
-        assert words in answer.out
-    assert "coexec tune --retune cdcdcdcdcdcdcdcd efefefefefefefef" in answer.out
-    monkeypatch.setattr(library, "recheck", lambda store, **options: rows[:1])
-    assert run("bench").status == 0
+    assert "clone the repository" in answer.err
 
 
-def test_only_the_named_subgraphs_are_timed(run: Run, decided: Decided, monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = [decided.decide("planted-fast", size) for size in (40, 41)]
-    monkeypatch.setattr(library._Bench, "timed", lambda bench, decision: None)
-    assert [row["subgraph"] for row in run("bench", "--threads", THREADS, digests[1], "--json").json()] == digests[1:]
-    assert len(run("bench", "--threads", THREADS, "--json").json()) == 2
+def test_a_checkout_is_found_from_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks" / "contest").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "contest" / "__main__.py").touch()
+    monkeypatch.chdir(tmp_path / "benchmarks")
+    assert module.checkout() == tmp_path
 
 
-def test_an_artifact_that_was_altered_is_not_run(run: Run, decided: Decided) -> None:
-    digest = decided.decide("planted-fast", 40)
-    (chosen,) = decided.store.decisions(digest)
-    path = decided.store.open_artifact(chosen.artifacts[0])
-    assert path is not None
-    path.chmod(0o600)
-    path.write_bytes(b"altered")
-    answer = run("bench", "--threads", THREADS)
-    assert answer.status == PROBLEM
-    assert chosen.artifacts[0].digest[:16] in answer.err
-
-
-def test_without_decisions_for_this_thread_count_there_is_nothing_to_time(run: Run, decided: Decided) -> None:
-    decided.decide("planted-fast", 40)
-    answer = run("bench", "--threads", THREADS + 1)
-    assert answer.status == 0
-    assert "coexec db list" in answer.out
+def test_wrong_numbers_are_wrong_usage(run: Run) -> None:
+    assert run("bench", "--rounds", 1).status == USAGE

@@ -20,6 +20,7 @@ from coexec.cli.db import db
 from coexec.cli.db_key import key
 from coexec.cli.db_show import show
 from coexec.cli.doctor import doctor
+from coexec.cli.recheck import recheck
 from coexec.cli.report import report
 from coexec.cli.tune import tune
 from coexec.errors import CoexecError, UsageError
@@ -46,7 +47,7 @@ def coexec() -> None:
 
 for part in (show, key):
     db.add_command(part)
-for command in (doctor, db, tune, bench, report):
+for command in (doctor, db, tune, recheck, report, bench):
     coexec.add_command(command)
 
 

@@ -1,89 +1,69 @@
-"""`coexec bench`: do stored decisions still hold on this machine?"""
+"""`coexec bench`: the repository's fifteen training programs under eager, torch.compile and coexec.
+
+The programs are in the repository, not in the package: the command finds a checkout, and runs its `benchmarks.contest`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
-from coexec.cli import quantities
-from coexec.cli.db import SHOWN, strict_store
-from coexec.cli.output import error_console, print_json, print_line, print_table
-from coexec.cli.parameters import Duration, json_option
+from coexec.cli.parameters import Duration, Names, json_option
 
-if TYPE_CHECKING:
-    from coexec.report.recheck import Recheck
-    from coexec.subgraphs.entries import Decision
+MODULE = "benchmarks.contest"
 
 
 @click.command()
-@click.argument("subgraphs", nargs=-1)
-@click.option("--threads", type=click.IntRange(min=1), help="Intra-op threads; default: torch's here.")
-@click.option("--rounds", type=click.IntRange(min=2), default=9, show_default=True, help="Fewest rounds of a timing.")
-@click.option("--timeout", "timeout_s", type=Duration(), default="4m", show_default=True, help="For each question.")
+@click.argument("programs", nargs=-1)
+@click.option("--contenders", type=Names(), help="Only these, separated by commas; eager is always one.")
+@click.option("--rounds", type=click.IntRange(min=2), help="Rounds of turns; default 10.")
+@click.option("--turn-steps", type=click.IntRange(min=1), help="Steps of a turn; default 10.")
+@click.option("--warm-steps", type=click.IntRange(min=1), help="Steps before the first turn; default 100.")
+@click.option("--settle", type=Duration(), help="How long coexec may compile beside its steps; default 5m.")
+@click.option("--no-convert", is_flag=True, help="Leave out fullgraph=True, torch.export and TorchScript.")
+@click.option("--tiny", is_flag=True, help="The tests' sizes: to try the command, not to measure.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where the JSON goes.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Also render this Markdown page.")
+@click.option("--profile", metavar="PROGRAM", help="Only write a Chrome trace of this program's steps.")
 @json_option
-def bench(subgraphs: tuple[str, ...], threads: int | None, rounds: int, timeout_s: float, as_json: bool) -> int:
-    """Time the stored backends against eager again, by turns in processes of their own.
+def bench(programs: tuple[str, ...], as_json: bool, **options: object) -> int:
+    """Train fifteen programs under eager, every way of torch.compile, and coexec; compare speed, memory and results.
 
-    What runs are the stored artifacts, verified anew. SUBGRAPHS are beginnings of digests; default: all that have a
-    decision for this machine, torch and thread count. Exit status 1 if a decision does not hold: it fails, is wrong,
-    or is slower than eager.
+    Runs in a checkout of the repository, from anywhere in it. PROGRAMS are names as in benchmarks/programs; default:
+    all, which takes hours. Exit status 1 if a program does not run even eagerly.
 
     \b
-    Example:
-      coexec bench 3f9c2ab8
+    Examples:
+      coexec bench gpt2 bert_qa --page docs/programs.md
+      coexec bench --profile gpt2
     """
-    from coexec.report.recheck import recheck
-
-    found = recheck(
-        strict_store(),
-        subgraphs=subgraphs,
-        threads=threads,
-        rounds=(rounds, 3 * rounds),
-        timeout_s=timeout_s,
-        listener=_announce,
-    )
-    if as_json:
-        print_json([{**_entry(row), "holds": row.holds} for row in found])
-    else:
-        _print(found)
-    return 0 if all(row.holds for row in found) else 1
+    root = checkout()
+    if root is None:
+        raise click.ClickException(
+            f"no checkout of the repository above {Path.cwd()}: the programs are not in the installed package; "
+            "clone the repository and run the command in it"
+        )
+    words = [*programs, *_words(options), *(["--json"] if as_json else [])]
+    path = os.pathsep.join([str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run([sys.executable, "-m", MODULE, *words], env={**os.environ, "PYTHONPATH": path}).returncode
 
 
-def _announce(decision: Decision, total: int) -> None:
-    console = error_console()
-    if console.is_terminal:
-        console.print(f"{decision.subgraph[:SHOWN]} {decision.backend} (of {total})", style="dim")
+def checkout() -> Path | None:
+    """Returns the repository that the current folder is in, or else the one that this file is in; None if neither."""
+    here = [Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents]
+    return next((folder for folder in here if (folder / "benchmarks" / "contest" / "__main__.py").exists()), None)
 
 
-def _entry(row: Recheck) -> dict[str, object]:
-    names = ("subgraph", "note", "backend", "decided", "outcome", "detail", "timing")
-    return {name: getattr(row, name) for name in names}
-
-
-def _print(found: tuple[Recheck, ...]) -> None:
-    if not found:
-        print_line("No decision for this machine, torch and thread count names a backend; see `coexec db list`.")
-        return
-    print_table(
-        ("subgraph", "backend", "decided", "now, 95% interval", "eager", "outcome", "note"),
-        [
-            (
-                row.subgraph[:SHOWN],
-                row.backend,
-                None if row.decided is None else f"{row.decided:.2f}x",
-                None
-                if row.timing is None
-                else f"{row.timing.ratio:.2f}x [{row.timing.low:.2f}, {row.timing.high:.2f}]",
-                None if row.timing is None else quantities.duration(row.timing.eager_s),
-                f"{row.outcome}{': ' if row.detail else ''}{row.detail}",
-                row.note,
-            )
-            for row in found
-        ],
-        right=("decided", "eager"),
-    )
-    broken = [row.subgraph[:SHOWN] for row in found if not row.holds]
-    if broken:
-        print_line()
-        print_line(f"{len(broken)} do not hold; try: coexec tune --retune {' '.join(broken)}")
+def _words(options: dict[str, object]) -> Iterator[str]:
+    """The options that were given, as the module's command line has them."""
+    for name, value in options.items():
+        word = "--" + name.replace("_", "-")
+        if value is True:
+            yield word
+        elif value not in (None, False):
+            yield f"{word}={','.join(value) if isinstance(value, tuple) else value}"

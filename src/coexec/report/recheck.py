@@ -1,4 +1,4 @@
-"""`coexec bench` as a library: do the decisions of this environment hold? Each is loaded, verified and timed anew.
+"""`coexec recheck` as a library: do the decisions of this environment hold? Each is loaded, verified and timed anew.
 
 The stored artifact runs, not a new one: what a serving process would run. Nothing in the store is changed.
 """
