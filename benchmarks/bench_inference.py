@@ -70,6 +70,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{step}", action="store_true")
     parser.add_argument("--models", nargs="+", choices=model_names(), default=model_names(), metavar="MODEL")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--only", choices=("prepare", "time"), help="one part of tuning, see `coexec tune --help`")
     parser.add_argument("--budget-s", type=float, help="for tuning in all; default: no limit")
     parser.add_argument("--per-graph-s", type=float)
     parser.add_argument("--candidates", help="backends to tune with, separated by commas")
@@ -126,8 +127,10 @@ def tune(options: argparse.Namespace) -> dict[str, Any]:
         ("--per-graph", options.per_graph_s),
         ("--candidates", options.candidates),
         ("--threads", options.threads),
+        ("--only", options.only),
     ):
         words += [option, str(value)] if value is not None else []
+    words += graphs_of(options)
     search = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         words, env={**os.environ, **environment(options), "PYTHONPATH": search}, stdout=subprocess.PIPE, text=True
@@ -137,6 +140,16 @@ def tune(options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(done.stdout)
     print(f"tuned for {report['elapsed_s']:.0f} s: {report['outcomes']}, {len(report['graphs'])} graphs")
     return {name: report[name] for name in ("elapsed_s", "outcomes", "unavailable", "out_of_budget")}
+
+
+def graphs_of(options: argparse.Namespace) -> list[str]:
+    """Digests of the graphs that the chosen models have at the chosen batch sizes."""
+    file = options.store / COLLECTED
+    collected = json.loads(file.read_text()) if file.exists() else {}
+    found = [
+        collected.get(name, {}).get("graphs", {}).get(str(b), []) for name in options.models for b in options.batches
+    ]
+    return sorted({digest for graphs in found for digest in graphs})
 
 
 def open_child(name: str, variant: str, options: argparse.Namespace, title: str = "") -> Child:
@@ -161,54 +174,49 @@ def serve(options: argparse.Namespace) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     print(f"\n{'model':<22}{'batch':>6}{'eager ms':>10}{'A/A':>8}{'coexec, 95% interval':>27}  backends, correctness")
     for name in options.models:
-        for batch in options.batches:
-            case = serve_one(name, batch, options)
+        for batch, case in serve_one(name, options).items():
             cases[f"{name} {batch}"] = {"model": name, "batch": batch, **case}
             print_case(name, batch, case)
     return cases
 
 
-def serve_one(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One model at one batch size."""
+def serve_one(name: str, options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """One model at all batch sizes, one after the other in the same processes."""
     try:
         with ExitStack() as stack:
-            children: list[Child] = []
-            problems: dict[str, str] = {}
-            facts: dict[str, Any] = {}
-            for title in (EAGER, EAGER_AGAIN, COEXEC, *options.beside):
-                warm_child(stack, (name, batch, title), options, children, problems, facts)
-            contenders = [stack.enter_context(AwakeInTurn(child)) for child in children]
-            load = ForeignLoad()
-            paired = time_by_turns(contenders, options.rounds).as_json(EAGER)
-            found = {title: paired[title] | facts[title] for title in paired}
-            return {"contenders": found, "problems": problems, "foreign_cores": load.cores()}
+            titles = (EAGER, EAGER_AGAIN, COEXEC, *options.beside)
+            children = {
+                title: stack.enter_context(open_child(name, VARIANTS[title], options, title)) for title in titles
+            }
+            return {batch: serve_batch(children, batch, options) for batch in options.batches}
     except SkippedModel as skipped:
-        return {"skipped": str(skipped)}
+        return {batch: {"skipped": str(skipped)} for batch in options.batches}
     except ChildFailed as failure:
-        return {"contenders": {}, "problems": {EAGER: str(failure)}}
+        return {batch: {"contenders": {}, "problems": {EAGER: str(failure)}} for batch in options.batches}
 
 
-def warm_child(
-    stack: ExitStack,
-    case: tuple[str, int, str],
-    options: argparse.Namespace,
-    children: list[Child],
-    problems: dict[str, str],
-    facts: dict[str, Any],
-) -> None:
-    """Starts, warms up and checks one contender; one that fails is left out with its reason, eager may not fail."""
-    name, batch, title = case
+def serve_batch(children: dict[str, Child], batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Warms up, checks and times all contenders. Errors: ChildFailed for eager's."""
+    problems: dict[str, str] = {}
+    facts = {title: found for title, child in children.items() if (found := warmed(title, child, batch, problems))}
+    with ExitStack() as stack:
+        contenders = [stack.enter_context(AwakeInTurn(children[title])) for title in facts]
+        load = ForeignLoad()
+        paired = time_by_turns(contenders, options.rounds).as_json(EAGER)
+        found = {title: paired[title] | facts[title] for title in paired}
+        return {"contenders": found, "problems": problems, "foreign_cores": load.cores()}
+
+
+def warmed(title: str, child: Child, batch: int, problems: dict[str, str]) -> dict[str, Any]:
+    """What is known of a contender that is warm and checked; {} for one that fails, and its reason in `problems`."""
     try:
-        child = stack.enter_context(open_child(name, VARIANTS[title], options, title))
-        facts[title] = child.ask("warm", batch=batch)
-        if VARIANTS[title] != "eager":
-            facts[title] |= child.ask("check", batch=batch)
+        facts = child.ask("warm", batch=batch)
+        return facts if VARIANTS[title] == "eager" else facts | child.ask("check", batch=batch)
     except ChildFailed as failure:
         if VARIANTS[title] == "eager":
             raise
         problems[title] = str(failure)
-    else:
-        children.append(child)
+        return {}
 
 
 def print_case(name: str, batch: int, case: dict[str, Any]) -> None:

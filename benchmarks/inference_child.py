@@ -56,7 +56,8 @@ class Worker:
         return {"graphs": graphs, "counters": choose.counters(), "explain": choose.explain()}
 
     def do_warm(self, batch: int) -> dict[str, Any]:
-        """Fixes the batch size; compiles or installs, and runs a few times."""
+        """Fixes the batch size; compiles or installs, and runs a few times. Counts are of this batch size alone."""
+        self._count_anew()
         self.inputs = self.model.inputs(batch)
         start_s = time.perf_counter()
         self.run(*self.inputs)
@@ -89,6 +90,12 @@ class Worker:
         for _ in range(steps):
             self.run(*self.inputs)
         return time.perf_counter() - start_s
+
+    def _count_anew(self) -> None:
+        if self.variant == COEXEC:
+            from coexec import choose
+
+            choose.reset_counters()
 
     def _account(self) -> dict[str, Any]:
         if self.variant != COEXEC:

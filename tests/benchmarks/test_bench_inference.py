@@ -78,6 +78,15 @@ def test_single_backends_come_from_what_the_tuner_measured(
     assert "best single backend: openvino" in capsys.readouterr().out
 
 
+def test_only_the_graphs_of_the_chosen_models_are_tuned(options: argparse.Namespace) -> None:
+    graphs = {name: {"graphs": {"1": [f"{name}1"], "2": [f"{name}2", f"{name}1"]}} for name in ("a", "b")}
+    (options.store / bench.COLLECTED).write_text(json.dumps(graphs))
+    options.models = ["b", "c"]
+    assert bench.graphs_of(options) == ["b1", "b2"]
+    options.batches = [1]
+    assert bench.graphs_of(options) == ["b1"]
+
+
 @pytest.mark.compile
 def test_graphs_are_collected_and_found_again_by_a_serving_process(options: argparse.Namespace) -> None:
     collected = bench.collect_one("sac_critic", options)
@@ -107,4 +116,5 @@ def test_a_model_without_its_package_is_skipped(options: argparse.Namespace, mon
         def close(self) -> None: ...
 
     monkeypatch.setattr(bench, "Child", Lacking)
-    assert bench.serve_one("bert", 1, options) == {"skipped": "needs transformers: pip install transformers"}
+    reason = {"skipped": "needs transformers: pip install transformers"}
+    assert bench.serve_one("bert", options) == {1: reason, 2: reason}

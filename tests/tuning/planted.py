@@ -22,6 +22,7 @@ from coexec.backends.candidates.candidate import Availability, CandidateError
 from coexec.backends.candidates.program import Program
 
 STEPS = 60
+MORTAL_CALLS = 20
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,13 @@ class Runs:
             raise ValueError("I do not like these inputs")
         return self.fast(*inputs)
 
+    def mortal(self, *inputs: Any) -> tuple[Any, ...]:
+        """Lives long enough to be verified."""
+        self.kept.append(None)
+        if len(self.kept) > MORTAL_CALLS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.program.run_eagerly(*inputs)
+
     def leak(self, *inputs: Any) -> tuple[Any, ...]:
         while True:
             self.kept.append(torch.ones(8 << 20))  # 32 MiB, touched
@@ -142,7 +150,15 @@ BEHAVIOURS = (
 
 def candidates() -> list[Planted]:
     """The entry point; PLANTED narrows it down, PLANTED_VERSION is the version of all of them."""
-    wanted = os.environ.get("PLANTED", "").split() or [*BEHAVIOURS, "baked", "bound", "sleeper", "rigid", "picky"]
+    wanted = os.environ.get("PLANTED", "").split() or [
+        *BEHAVIOURS,
+        "baked",
+        "bound",
+        "sleeper",
+        "rigid",
+        "picky",
+        "mortal",
+    ]
     version = os.environ.get("PLANTED_VERSION", "1")
     return [Planted(f"planted-{name}", name == "baked", version) for name in wanted]
 

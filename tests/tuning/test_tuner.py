@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Outcome
 from coexec.subgraphs.store import Store
 from coexec.tuning import Progress, TuneReport, TuneSettings, tune
@@ -99,8 +100,12 @@ def test_what_cannot_be_used_is_named_with_the_reason(run: Run) -> None:
 
 
 def test_progress_tells_every_attempt_and_the_end(run: Run) -> None:
+    good = ("fast", "slow", "slow-build")
+    usable = [name for name in BEHAVIOURS if name != "absent"]
     tried = [event.candidate for event in run.events if event.stage == "tried"]
-    assert tried == [f"planted-{name}" for name in BEHAVIOURS if name != "absent"]
+    assert tried == [f"planted-{name}" for name in (*(n for n in usable if n not in good), *good)]
+    prepared = [event.candidate for event in run.events if event.stage == "prepared"]
+    assert prepared == [f"planted-{name}" for name in good]
     assert (run.events[0].stage, run.events[-1].stage) == ("start", "done")
     assert run.events[-1].speedup == run.report.graphs[0].speedup
 
@@ -133,9 +138,9 @@ def test_a_new_version_of_a_candidate_is_another_environment(run: Run, monkeypat
     try:
         assert run.store.lookup(key_of(climbing()), environment_of((), 1)) is None
         report = tune(run.store, QUICK, candidates=("planted-fast", "planted-refuses"))
-        assert [(a.candidate, a.before) for a in report.graphs[0].attempts] == [
+        assert {(a.candidate, a.before) for a in report.graphs[0].attempts} == {
             ("planted-fast", False), ("planted-refuses", False)
-        ]  # fmt: skip
+        }  # fmt: skip
         assert run.store.lookup(key_of(climbing()), environment_of((), 1)) is not None
     finally:
         monkeypatch.undo()
@@ -149,6 +154,52 @@ def test_a_budget_of_nothing_leaves_everything_for_later(tmp_path: Path) -> None
     assert report.out_of_budget
     assert not report.graphs[0].complete
     assert store.decisions() == ()
+
+
+def test_preparing_and_timing_may_be_two_runs(tmp_path: Path) -> None:
+    """The first run builds, verifies and commits failures; the second only times, and builds nothing."""
+    store = store_with(tmp_path, climbing(32))
+    names = ("planted-fast", "planted-slow", "planted-wrong")
+    first = tune(store, QUICK, candidates=names, only="prepare").graphs[0]
+    assert first.prepared == ("planted-fast", "planted-slow")
+    assert {a.candidate: a.outcome for a in first.attempts} == {"planted-wrong": Outcome.WRONG}
+    assert not first.complete
+    assert tune(store, QUICK, candidates=names, only="prepare").graphs[0].prepared == first.prepared
+    events: list[Progress] = []
+    second = tune(store, QUICK, candidates=names, only="time", progress=events.append).graphs[0]
+    assert {event.stage for event in events} == {"start", "time", "tried", "done"}
+    assert (second.winner, second.complete, second.prepared) == ("planted-fast", True, ())
+    found = {m.backend: m for m in store.measurements(key_of(climbing(32)).digest)}
+    assert set(found) == set(names)
+    assert found["planted-fast"].compile_s is not None
+    assert tune(store, QUICK, candidates=names, only="time").graphs[0].attempts[0].before
+
+
+def test_a_damaged_prepared_file_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "cache"))
+    store = store_with(tmp_path, climbing(40))
+    tune(store, QUICK, candidates=("planted-fast",), only="prepare")
+    (file,) = (private_cache_dir("tuning") / "prepared").glob("*/files/data.json")
+    file.chmod(0o600)
+    file.write_text(file.read_text().replace("60", "61"))
+    assert tune(store, QUICK, candidates=("planted-fast",), only="time").graphs[0].winner == ""
+    assert tune(store, QUICK, candidates=("planted-fast",)).graphs[0].winner == "planted-fast"
+
+
+def test_who_dies_in_the_race_ends_alone(tmp_path: Path) -> None:
+    """planted-mortal is right, and kills its process after some calls: the others are timed without it."""
+    store = store_with(tmp_path, climbing(32))
+    (graph,) = tune(store, QUICK, candidates=("planted-slow", "planted-mortal", "planted-fast")).graphs
+    outcomes = {a.candidate: a.outcome for a in graph.attempts}
+    assert outcomes == {
+        "planted-slow": Outcome.OK, "planted-mortal": Outcome.CRASH, "planted-fast": Outcome.OK
+    }  # fmt: skip
+    assert graph.winner == "planted-fast"
+
+
+def test_a_part_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"only='build'.*'prepare'"):
+        tune(only="build")
 
 
 def test_workers_share_the_graphs_and_time_one_at_a_time(tmp_path: Path) -> None:

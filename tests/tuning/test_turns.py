@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from coexec.tuning.turns import MIN_CALLS, bootstrap_interval, plan_block, time_by_turns, timing_of
+import pytest
+
+from coexec.tuning.turns import MIN_CALLS, bootstrap_interval, plan_block, time_by_turns, time_together, timing_of
 
 
 class Clock:
@@ -45,6 +47,26 @@ def test_it_stops_as_soon_as_it_is_clear() -> None:
     noise = random.Random(3)
     noisy = Clock("c", lambda _: noise.uniform(0.8, 1.25), [])
     assert time_by_turns(Clock("e", lambda _: 1.0, []), noisy, rounds=(5, 20)).rounds > 5
+
+
+def test_all_run_in_the_same_rounds_and_the_beaten_leave() -> None:
+    log: list[str] = []
+    noise = random.Random(5)
+    near = [Clock(name, lambda _: noise.uniform(0.98, 1.02), log) for name in ("a", "b")]
+    behind, far = Clock("behind", lambda _: noise.uniform(1.15, 1.19), log), Clock("far", lambda _: 5.0, log)
+    timings = time_together(Clock("e", lambda _: 2.0, log), [far, near[0], behind, near[1]], rounds=(6, 12))
+    assert [timing.rounds for timing in timings] == [3, 12, 6, 12]
+    assert timings[0].ratio == 0.4
+    assert timings[1].ratio == pytest.approx(2.0, rel=0.03)
+    starts = [log[5:][i] for i in (0, 5, 10)]  # the first five plan
+    assert starts == ["e", "far", "a"]  # who begins changes
+
+
+def test_a_leader_alone_ends_it() -> None:
+    log: list[str] = []
+    clocks = [Clock("fast", lambda _: 1.0, log), Clock("slow", lambda _: 1.1, log)]
+    timings = time_together(Clock("e", lambda _: 2.0, log), clocks, rounds=(5, 50))
+    assert [timing.rounds for timing in timings] == [5, 5]
 
 
 def test_within_a_percent_eager_stays() -> None:

@@ -27,6 +27,11 @@ SHOWN = 16
 @click.option("--candidates", type=Names(), help="Backends to try, separated by commas; default: all usable ones.")
 @click.option("--threads", type=click.IntRange(min=1), help="Intra-op threads that will serve; default: torch's here.")
 @click.option("--workers", type=click.IntRange(min=1), help="Subgraphs worked on at once; timings take turns.")
+@click.option(
+    "--only",
+    type=click.Choice(("prepare", "time")),
+    help="prepare: build and verify, which other work may run beside; time: what is prepared, on a quiet machine.",
+)
 @click.option("--retune", is_flag=True, help="Begin anew with what is decided already.")
 @click.option("--ray", "with_ray", is_flag=True, help="Spread over a Ray cluster; COEXEC_STORE names the store.")
 @json_option
@@ -43,6 +48,7 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
     Examples:
       coexec tune --budget 30m
       coexec tune 3f9c2ab8 --candidates onnxruntime,openvino --retune
+      coexec tune --only prepare; coexec tune --only time
     """
     from coexec.tuning import TuneSettings
     from coexec.tuning import tune as run_tuner
@@ -69,7 +75,8 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
 
 def failed_graphs(report: TuneReport) -> list[GraphReport]:
     """Graphs that were left undecided although there was time."""
-    return [graph for graph in report.graphs if not graph.winner and not report.out_of_budget]
+    open_end = report.out_of_budget
+    return [graph for graph in report.graphs if not (graph.winner or graph.prepared or open_end)]
 
 
 def _check_candidates(names: tuple[str, ...]) -> None:

@@ -18,12 +18,12 @@ from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Decision, Outcome, SubgraphInfo
 from coexec.subgraphs.errors import UnkeyableGraphError
 from coexec.subgraphs.store import Store
-from coexec.tuning.attempt import EAGER, EagerSide, Turn, paused
 from coexec.tuning.child import Child, ChildError
 from coexec.tuning.identity import custom_ops_of_text, environment_of
 from coexec.tuning.markers import Markers
 from coexec.tuning.nursery import Nursery
 from coexec.tuning.roster import Roster
+from coexec.tuning.timing import EAGER, EagerSide, Turn, paused
 from coexec.tuning.turns import Timing, time_by_turns
 
 MEMORY_BYTES = 16 << 30

@@ -1,28 +1,32 @@
-"""Tunes one stored graph: every pending candidate in turn, each attempt committed before the next begins."""
+"""Tunes one stored graph: prepares every pending candidate in turn, then times all of them together.
+
+A candidate that fails is committed before the next begins, one that is good lies on the shelf until it is timed.
+"""
 
 from __future__ import annotations
 
-import tempfile
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from coexec.backends.candidates.candidate import Candidate
-from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.errors import StoreError, TrustError, UnkeyableGraphError
 from coexec.subgraphs.store import Store
-from coexec.tuning.attempt import EAGER, Attempt, EagerSide, run_attempt
+from coexec.tuning.attempt import Attempt, Prepared, prepare
 from coexec.tuning.child import ChildError
 from coexec.tuning.identity import custom_ops_of_text, environment_of
 from coexec.tuning.markers import DEATHS, Markers
 from coexec.tuning.report import AttemptReport, GraphReport
 from coexec.tuning.roster import Roster
-from coexec.tuning.settings import TuneSettings
-from coexec.tuning.standing import Facts, Standing, earlier_report, known_facts, read_standing
+from coexec.tuning.settings import PREPARE, TIME, TuneSettings
+from coexec.tuning.shelf import Shelf
+from coexec.tuning.standing import Facts, Standing, earlier_report, known_facts, options_digest, read_standing
+from coexec.tuning.timing import EAGER, EagerSide, Track
 
 MIN_ATTEMPT_S = 1.0
 """With less time left, no further attempt is begun."""
@@ -42,6 +46,7 @@ class Workshop:
     store: Store  # strict
     markers: Markers
     roster: Roster
+    shelf: Shelf
     settings: TuneSettings
     candidates: Sequence[Candidate]  # usable here, without eager
     threads: int
@@ -99,24 +104,25 @@ def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: E
 
 
 class _Tuning:
-    """The tuning of one graph."""
+    """The tuning of one graph: every pending candidate is prepared, then all that are prepared are timed together."""
 
     def __init__(self, shop: Workshop, info: SubgraphInfo, program: Path, facts: Facts, tell: Tell) -> None:
         self.shop, self.info, self.program, self.facts, self.tell = shop, info, program, facts, tell
         self.standing: Standing = read_standing(shop.store, facts, anew=shop.settings.retune)
         self.attempts = [earlier_report(name, entry) for name, entry in self.standing.tried.items()]
+        self.prepared: dict[str, Prepared] = {}
         self.graph_deadline_s = time.monotonic() + shop.settings.per_graph_s
 
     def run(self) -> GraphReport:
-        """Try what is pending."""
-        pending = self.standing.pending(self.shop.candidates)
-        eager = EagerSide(self.shop.roster, self.program, self.facts.threads, self.shop.settings.attempt_s)
-        try:
-            for candidate in pending:
-                if self.left_s() >= MIN_ATTEMPT_S:
-                    self.try_one(candidate, eager)
-        finally:
-            eager.close()
+        """Prepare what is pending, time what is prepared; either may be left to another run."""
+        only = self.shop.settings.only
+        self.take_from_shelf()
+        if only != TIME:
+            for candidate in self.standing.pending(self.shop.candidates):
+                if candidate.name not in self.prepared and self.left_s() >= MIN_ATTEMPT_S:
+                    self.prepare_one(candidate)
+        if only != PREPARE and self.prepared:
+            self.time_all()
         if not self.shop.candidates:
             self.standing.decide(self.shop.store)  # nothing to try: eager, and known to be so
         return self.report()
@@ -125,43 +131,65 @@ class _Tuning:
         """Seconds left for this graph."""
         return min(self.graph_deadline_s, self.shop.deadline_s()) - time.monotonic()
 
-    def try_one(self, candidate: Candidate, eager: EagerSide) -> None:
-        """One attempt, marked while it is in progress, committed when it is over."""
-        mark = f"{self.facts.subgraph} {self.facts.environment.digest} {self.facts.shape_class} {candidate.name}"
+    def take_from_shelf(self) -> None:
+        """What an earlier run prepared and nobody has timed."""
+        for candidate in self.shop.candidates:
+            found = self.shop.shelf.find(self._name(candidate))
+            if found is not None:
+                self.prepared[candidate.name] = found
+
+    def prepare_one(self, candidate: Candidate) -> None:
+        """Build and verify; put away what is good, commit what is not. Marked while it is in progress."""
         short_of_time = self.left_s() < self.shop.settings.attempt_s
-        deaths = self.shop.markers.begin(mark)
-        with tempfile.TemporaryDirectory(prefix="attempt-", dir=private_cache_dir("tuning")) as folder:
+        with self.shop.shelf.workplace() as folder, self._marked(candidate.name) as deaths:
             if deaths >= DEATHS:
-                detail = f"the tuner itself died {deaths} times during this attempt"
-                attempt = Attempt(candidate.name, Outcome.CRASH, detail)
+                ended: Prepared | Attempt = _blamed(candidate.name, deaths)
             else:
-                attempt = self.attempt(candidate, eager, Path(folder))
-            self.shop.markers.finish(mark)
-            if attempt.outcome is Outcome.TIMEOUT and short_of_time:
-                return  # the budget's fault: the next run tries it with a whole one
-            self.standing.commit(self.shop.store, candidate, attempt, Path(folder))
-        self.attempts.append(_report_of(attempt))
+                ended = self._prepared(candidate, folder)
+            if isinstance(ended, Prepared):
+                self.prepared[candidate.name] = self.shop.shelf.put(self._name(candidate), ended)
+                self.tell(candidate.name, "prepared", None, None)
+            elif ended.outcome is not Outcome.TIMEOUT or not short_of_time:
+                self.commit(candidate, ended, folder)
+            # else the budget's fault: the next run tries it with a whole one
+
+    def time_all(self) -> None:
+        """Time the prepared ones together; one by one where tuners died of that often, to find out by which."""
+        candidates = [c for c in self.shop.candidates if c.name in self.prepared]
+        with self._marked("all together") as deaths:
+            groups = [candidates] if deaths < DEATHS else [[candidate] for candidate in candidates]
+            track = self._track()
+            try:
+                for group in groups:
+                    self.time_group(track, group, alone=len(groups) > 1)
+            finally:
+                track.eager.close()
+
+    def time_group(self, track: Track, group: Sequence[Candidate], *, alone: bool) -> None:
+        """Time these and commit what comes out. Errors: UntunableError if eager itself cannot run the graph."""
+        prepared = [self.prepared[candidate.name] for candidate in group]
+        with self._marked(f"{group[0].name} alone" if alone else "") as deaths:
+            for candidate in group:
+                self.tell(candidate.name, "time", None, None)
+            try:
+                attempts = track.timed(prepared) if deaths < DEATHS else [_blamed(group[0].name, deaths)]
+            except RuntimeError as error:
+                raise UntunableError(str(error)) from error
+        for candidate, attempt in zip(group, attempts, strict=True):
+            self.commit(candidate, attempt, self.prepared.pop(candidate.name).folder)
+            self.shop.shelf.drop(self._name(candidate))
+
+    def commit(self, candidate: Candidate, attempt: Attempt, folder: Path) -> None:
+        """The attempt is over: into the store. Errors: StoreError."""
+        self.standing.commit(self.shop.store, candidate, attempt, folder)
+        self.attempts = [a for a in self.attempts if a.candidate != candidate.name] + [_report_of(attempt)]
         speedup = attempt.timing.ratio if attempt.timing else None
         self.tell(candidate.name, "tried", attempt.outcome, speedup)
-
-    def attempt(self, candidate: Candidate, eager: EagerSide, folder: Path) -> Attempt:
-        """Run it. Errors: UntunableError if eager itself cannot run the graph."""
-        stage = partial(self._tell_stage, candidate.name)
-        shop = self.shop
-        try:
-            return run_attempt(
-                candidate.name, self.program, folder, eager, shop.roster, self.facts.threads, shop.settings,
-                self.left_s, stage,
-            )  # fmt: skip
-        except RuntimeError as error:
-            raise UntunableError(str(error)) from error
-
-    def _tell_stage(self, candidate: str, stage: str) -> None:
-        self.tell(candidate, stage, None, None)
 
     def report(self) -> GraphReport:
         """Where the graph stands now."""
         best = self.standing.best
+        waiting = ", ".join(self.prepared)
         return GraphReport(
             subgraph=self.info.digest,
             note=self.info.note,
@@ -169,8 +197,47 @@ class _Tuning:
             winner=best.backend if self.standing.tried or not self.shop.candidates else "",
             speedup=best.speedup,
             complete=not self.standing.pending(self.shop.candidates),
-            reason=best.reason,
+            reason=f"prepared, to be timed by `coexec tune`: {waiting}" if waiting else best.reason,
+            prepared=tuple(self.prepared),
         )
+
+    def _prepared(self, candidate: Candidate, folder: Path) -> Prepared | Attempt:
+        shop = self.shop
+        stage = partial(self._tell_stage, candidate.name)
+        return prepare(
+            candidate.name, self.program, folder, shop.roster, self.facts.threads, shop.settings, self.left_s, stage
+        )
+
+    def _track(self) -> Track:
+        shop, threads = self.shop, self.facts.threads
+        eager = EagerSide(shop.roster, self.program, threads, shop.settings.attempt_s)
+        return Track(self.program, eager, shop.roster, threads, shop.settings, self.left_s)
+
+    def _tell_stage(self, candidate: str, stage: str) -> None:
+        self.tell(candidate, stage, None, None)
+
+    def _name(self, candidate: Candidate) -> str:
+        """Of a prepared candidate on the shelf: everything that its files depend on."""
+        facts = self.facts
+        return " ".join([facts.subgraph, facts.program, facts.environment.digest, facts.shape_class, candidate.name,
+                         options_digest(candidate)])  # fmt: skip
+
+    @contextlib.contextmanager
+    def _marked(self, what: str) -> Iterator[int]:
+        """Marks `what` as in progress ("": nothing is); gives how many tuners died during it before."""
+        if not what:
+            yield 0
+            return
+        mark = f"{self.facts.subgraph} {self.facts.environment.digest} {self.facts.shape_class} {what}"
+        deaths = self.shop.markers.begin(mark)
+        try:
+            yield deaths
+        finally:  # an error or an interrupt is no death
+            self.shop.markers.finish(mark)
+
+
+def _blamed(candidate: str, deaths: int) -> Attempt:
+    return Attempt(candidate, Outcome.CRASH, f"the tuner itself died {deaths} times during this attempt")
 
 
 def _report_of(attempt: Attempt) -> AttemptReport:

@@ -21,6 +21,8 @@ from coexec.config import private_cache_dir
 START_S = 120.0
 """Importing torch on a very busy machine."""
 
+SLEEPING = {"OMP_WAIT_POLICY": "passive"}
+
 
 class NurseryError(RuntimeError):
     """The forking process cannot be started, or did not answer."""
@@ -52,10 +54,12 @@ class Nursery:
 
     Args:
         threads: of OpenMP in every child; it is read when the library is loaded, so it belongs to the nursery.
+        beside_others: the children's idle threads sleep instead of spinning: on cores that others use, two threads
+            that spin for each other take up to twenty times longer. Nothing is to be timed in such children.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, threads: int, *, beside_others: bool = False) -> None:
+        self._threads, self._beside_others = threads, beside_others
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -114,7 +118,7 @@ class Nursery:
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     process_group=0,  # Ctrl-C is our business
-                    env=child_environment(self._threads),
+                    env=child_environment(self._threads) | (SLEEPING if self._beside_others else {}),
                 )
             self._socket = ours
         return self._socket

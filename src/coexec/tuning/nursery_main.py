@@ -21,6 +21,7 @@ from coexec.tuning.child_main import die_with, serve
 PRELOADED = (
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "coexec.backends.candidates.registry",
     "coexec.tuning.identity",
     "coexec.tuning.inputs",

@@ -82,7 +82,7 @@ def merged(answers: Sequence[dict[str, Any]], elapsed_s: float) -> TuneReport:
 def graph_from(data: dict[str, Any]) -> GraphReport:
     """The report of one graph from plain data."""
     attempts = [AttemptReport(**{**entry, "outcome": Outcome(entry["outcome"])}) for entry in data["attempts"]]
-    return GraphReport(**{**data, "attempts": tuple(attempts)})
+    return GraphReport(**{**data, "attempts": tuple(attempts), "prepared": tuple(data["prepared"])})
 
 
 def _cpus_of_a_node(ray: Any) -> float:

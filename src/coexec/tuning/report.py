@@ -19,7 +19,7 @@ class Progress:
     subgraph: str  # its digest
     note: str  # where it was met
     candidate: str  # being tried; "" for events of the whole graph
-    stage: str  # "start", "build", "verify", "time", "tried", "done"
+    stage: str  # "start", "build", "verify", "prepared", "time", "tried", "done"
     outcome: Outcome | None = None  # for "tried"
     speedup: float | None = None  # for "tried" (of this candidate) and "done" (of the winner)
 
@@ -50,6 +50,7 @@ class GraphReport:
     winner: str = ""  # "" if it was not decided
     speedup: float | None = None  # of the winner over eager, 1.0 for eager
     complete: bool = False  # every candidate has been tried
+    prepared: tuple[str, ...] = ()  # candidates that are built and verified, and wait to be timed
     reason: str = ""  # why this winner, or why the graph was left
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PREPARE, TIME = "prepare", "time"
+PHASES = ("", PREPARE, TIME)
+
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings:
@@ -17,6 +20,7 @@ class TuneSettings:
     subgraphs: tuple[str, ...] | None = None  # prefixes of digests; None: all that are not decided yet
     threads: int | None = None  # intra-op threads that will serve; None: torch's default here
     workers: int = 1  # graphs worked on at once; timings of all of them take turns
+    only: str = ""  # "prepare": build and verify, beside other work; "time": what is prepared, on a quiet machine
     retune: bool = False  # begin anew with graphs that are decided already
     rounds: tuple[int, int] = (9, 27)  # fewest and most rounds of a timing
     busy_cores: float = 0.3  # a timing during which others took more than this is repeated
@@ -26,6 +30,8 @@ class TuneSettings:
         for name in ("per_graph_s", "attempt_s", "memory_bytes", "workers"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} leaves nothing to tune with; give a positive number")
+        if self.only not in PHASES:
+            raise ValueError(f"only={self.only!r} is no part of tuning; give 'prepare', 'time', or '' for both")
         if self.budget_s is not None and self.budget_s < 0:
             raise ValueError(f"budget_s={self.budget_s} is negative; None means no limit")
         if not 2 <= self.rounds[0] <= self.rounds[1]:

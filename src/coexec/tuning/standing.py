@@ -17,8 +17,9 @@ from coexec.backends.candidates.candidate import Candidate
 from coexec.subgraphs.entries import ArtifactRef, Decision, Measurement, Outcome, canonical_json
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.store import Store
-from coexec.tuning.attempt import EAGER, Attempt
+from coexec.tuning.attempt import Attempt
 from coexec.tuning.report import AttemptReport
+from coexec.tuning.timing import EAGER
 
 
 @dataclass(frozen=True, slots=True)

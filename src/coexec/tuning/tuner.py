@@ -24,7 +24,8 @@ from coexec.tuning.markers import Markers
 from coexec.tuning.nursery import Nursery
 from coexec.tuning.report import GraphReport, Progress, TuneReport
 from coexec.tuning.roster import Roster
-from coexec.tuning.settings import TuneSettings
+from coexec.tuning.settings import PREPARE, TuneSettings
+from coexec.tuning.shelf import Shelf
 
 Listener = Callable[[Progress], None]
 
@@ -70,11 +71,12 @@ class _Run:
         self.unavailable = {c.name: a.reason for c in chosen if not (a := c.availability()).usable}
         markers = Markers(_marks_of(store))
         threads = settings.threads or torch.get_num_threads()
-        self.nursery = Nursery(threads)
+        self.nursery = Nursery(threads, beside_others=settings.only == PREPARE)
         self.shop = Workshop(
             store=store,
             markers=markers,
             roster=Roster(markers, self.nursery, settings.memory_bytes),
+            shelf=Shelf(private_cache_dir("tuning") / "prepared"),
             settings=settings,
             candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
             threads=threads,
@@ -85,6 +87,7 @@ class _Run:
         """All graphs."""
         graphs = _selected(self.shop.store, self.settings.subgraphs)
         numbered = list(enumerate(graphs))
+        self.shop.shelf.sweep()
         with contextlib.closing(self.nursery):
             if self.settings.workers == 1:
                 reports = [self.tune_one(number, info, len(graphs)) for number, info in numbered]

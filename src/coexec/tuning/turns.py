@@ -21,6 +21,12 @@ SHORT_CALL_S = 0.002
 """Calls below this are timed as one block, not one by one."""
 
 MIN_CALLS = 3
+FIRST_LOOK = 3
+"""Rounds after which those are dropped that cannot win."""
+
+FAR_BEHIND = 1.25
+"""How many times slower than the slowest round of the leader one's fastest round must be."""
+
 RESAMPLES = 1000
 TIE = 1.01
 """A candidate must be faster than this, or eager stays: within a percent nothing is known, and eager needs no files."""
@@ -75,16 +81,40 @@ def time_by_turns(
         rounds: the fewest and the most. It stops in between as soon as it is clear who is faster.
         enough: asked after the fewest rounds: no time is left.
     """
-    plans = [plan_block(contender) for contender in (eager, candidate)]
-    seconds: tuple[list[float], list[float]] = ([], [])
+    (timing,) = time_together(eager, [candidate], rounds=rounds, enough=enough)
+    return timing
+
+
+def time_together(
+    eager: Contender,
+    candidates: Sequence[Contender],
+    *,
+    rounds: tuple[int, int] = (9, 27),
+    enough: Callable[[], bool] = lambda: False,
+) -> list[Timing]:
+    """Time all in turns; who begins changes from round to round.
+
+    As in a tournament, who is out of the running takes no more turns: after three rounds one that was far behind in
+    each of them, after the fewest rounds whoever is slower than eager or than the leader for sure. So the winner is
+    found by the same rounds that the others ran in, and most rounds are spent between those that are close.
+    """
+    contenders = [eager, *candidates]
+    plans = [plan_block(contender) for contender in contenders]
+    seconds: list[list[float]] = [[] for _ in contenders]
+    running = list(range(1, len(contenders)))
     for number in range(rounds[1]):
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        for side in order:
+        order = [0, *running]
+        first = number % len(order)
+        for side in order[first:] + order[:first]:
             calls, one_by_one = plans[side]
-            seconds[side].append((eager, candidate)[side].run_block(_lead_in(calls), calls, one_by_one))
-        if number + 1 >= rounds[0] and (number + 1 == rounds[1] or enough() or _is_clear(timing_of(*seconds))):
-            break
-    return timing_of(*seconds)
+            seconds[side].append(contenders[side].run_block(_lead_in(calls), calls, one_by_one))
+        if number + 1 >= rounds[0]:
+            if number + 1 == rounds[1] or enough() or _is_decided(seconds, running):
+                break
+            running = [side for side in running if not _is_beaten(seconds, side, running)]
+        elif number + 1 == FIRST_LOOK:
+            running = [side for side in running if not _is_far_behind(seconds, side, running)]
+    return [timing_of(seconds[0][: len(own)], own) for own in seconds[1:]]
 
 
 def plan_block(contender: Contender) -> tuple[int, bool]:
@@ -115,6 +145,31 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
     medians = sorted(median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = (1.0 - level) / 2.0
     return medians[int(tail * RESAMPLES)], medians[int((1.0 - tail) * RESAMPLES) - 1]
+
+
+def _is_decided(seconds: Sequence[Sequence[float]], running: Sequence[int]) -> bool:
+    """Nobody but the leader is in the running, and whether it beats eager is clear."""
+    leader = _leader(seconds, running)
+    others = [side for side in running if side != leader]
+    return _is_clear(_over(seconds, 0, leader)) and all(_is_beaten(seconds, side, running) for side in others)
+
+
+def _is_beaten(seconds: Sequence[Sequence[float]], side: int, running: Sequence[int]) -> bool:
+    """Slower than the leader for sure: by the interval of the ratio between these two. The leader never is."""
+    leader = _leader(seconds, running)
+    return side != leader and _over(seconds, side, leader).low > 1.0
+
+
+def _is_far_behind(seconds: Sequence[Sequence[float]], side: int, running: Sequence[int]) -> bool:
+    return min(seconds[side]) > FAR_BEHIND * max(seconds[_leader(seconds, running)])
+
+
+def _leader(seconds: Sequence[Sequence[float]], running: Sequence[int]) -> int:
+    return min(running, key=lambda side: median(seconds[side]))
+
+
+def _over(seconds: Sequence[Sequence[float]], slow: int, fast: int) -> Timing:
+    return timing_of(seconds[slow], seconds[fast])
 
 
 def _is_clear(timing: Timing) -> bool:
