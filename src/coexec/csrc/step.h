@@ -149,7 +149,7 @@ class Step {
   static std::unique_ptr<Node> new_node(const TraceOp& t);
   void link_path(const std::vector<int32_t>& nodes);
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
-  static void learn_arguments(Node& n, const TraceOp& t);
+  static bool learn_arguments(Node& n, const TraceOp& t);
   static void learn_variant(Node& n, const TraceOp& t);
   void wait(int64_t n, Wait why);
   void issue_warnings(Iteration& it, int64_t n);
