@@ -115,6 +115,13 @@ class Step {
     c10::intrusive_ptr<c10::StorageImpl> storage;
     std::string bytes;
   };
+  // An op of the graph that reads memory of the size of a counter, which a HOST op may write.
+  struct SmallRead {
+    int64_t index; // in the log
+    Node* node;
+    int16_t arg;
+    const c10::StorageImpl* storage; // identity; its entry keeps it alive
+  };
   std::shared_ptr<Iteration> fresh_iteration();
   uint64_t op_location();
   uint64_t op_place();
@@ -129,7 +136,7 @@ class Step {
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
-  Patch pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry);
+  Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
   at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
   c10::SmallVector<c10::IValue, 3> hand_out_returns(Node& n, const Variant& v, c10::ArrayRef<c10::IValue> args);
@@ -138,6 +145,7 @@ class Step {
   void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void await_readers(const c10::StorageImpl* s);
   void run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
@@ -189,6 +197,7 @@ class Step {
   bool in_backward_ = false;
   bool barrier_open_ = false;
   std::vector<HostWrite> host_writes_; // of this iteration, in order
+  std::vector<SmallRead> small_reads_; // of this iteration
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
   std::vector<int64_t> log_index_; // per node, in this iteration
