@@ -24,7 +24,7 @@ def test_a_plain_program_co_executes_from_the_third_call() -> None:
 
 def test_counters_of_fetches_and_times() -> None:
     def step(x: torch.Tensor) -> float:
-        y = x.exp()
+        y = (x @ x.t()).exp()
         return y.sum().item() + y.mean().item()
 
     out = check(lambda: function_program(step), n=10, max_fallbacks=0)

@@ -9,10 +9,10 @@ import pytest
 from tests.oracles.scan import scan, share, table
 from tests.oracles.verdict import FAILURES, UNSETTLED, Verdict
 
-MIN_SHARE = {"ops": 0.87, "modules": 0.8, "optimizers": 0.55}
-"""Of the samples, those that must co-execute without Python waiting inside the step. One sample in twenty belongs to
-`unique`, whose size depends on data; a third of the schedules and Adafactor read back what the step has computed;
-LinearCrossEntropyLoss and amsgrad write into `out=` arguments."""
+MIN_SHARE = {"ops": 0.9, "modules": 0.9, "optimizers": 0.7}
+"""Of the samples, those that must co-execute without Python waiting inside the step. What is left of the optimizers
+reads what the step has computed: Adafactor the norm of an update, LBFGS its losses, a plateau schedule the loss; and
+SparseAdam coalesces, the size of which depends on data."""
 
 
 def check(verdicts: list[Verdict], suite: str, capsys: pytest.CaptureFixture[str]) -> None:

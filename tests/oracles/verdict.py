@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from coexec.records import OpKind
 from tests.coexec.harness import Outcome, Program, difference, exact, run
 
 ITERATIONS = 6
@@ -89,7 +90,16 @@ def _how_it_ran(got: Outcome, n: int) -> tuple[str, str]:
     if got.stats.phase != "co-execution" or got.stats.co_executed < n // 2:
         return UNSETTLED, f"{got.stats.phase}, {got.stats.co_executed} co-executed, {dict(got.stats.fallbacks)}"
     waits = {why: count for why, count in got.compiled._runner.waits().items() if count and why != "step end"}
-    return (WAITS, ", ".join(waits)) if waits else (SAME, "")
+    return (WAITS, ", ".join(_waiting_ops(got) or waits)) if waits else (SAME, "")
+
+
+def _waiting_ops(got: Outcome) -> list[str]:
+    """What Python waits at, each once: "fetch", "sync <op>", "barrier <function>"."""
+    nodes = got.compiled._runner.graph.nodes
+    kinds = (OpKind.FETCH, OpKind.SYNC, OpKind.BARRIER)
+    return sorted(
+        {"fetch" if n.kind == OpKind.FETCH else f"{n.kind.name.lower()} {n.op}" for n in nodes if n.kind in kinds}
+    )
 
 
 def _last_words(got: Outcome) -> str:

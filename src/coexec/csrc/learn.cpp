@@ -16,7 +16,8 @@ void Step::extend(const std::vector<int32_t>& nodes) {
       continue;
     Node& n = program.at(nodes[i]);
     learn_producers(n, t, nodes);
-    learn_arguments(n, t);
+    if (learn_arguments(n, t) && segments && n.segment >= 0)
+      segments->by_id[n.segment]->stale.store(true);
     if (t.kind == Kind::Compute || t.kind == Kind::View)
       learn_variant(n, t);
   }
@@ -40,8 +41,10 @@ void Step::link_path(const std::vector<int32_t>& nodes) {
   int32_t previous = kStart;
   auto link = [&](int32_t id) {
     auto& c = program.at(previous).children;
+    // Of two nodes for one op the one that waits for nothing: an earlier trace did not know that Python reads it.
+    bool first = id != kEnd && program.at(id).kind == Kind::Host;
     if (std::find(c.begin(), c.end(), id) == c.end())
-      c.push_back(id);
+      c.insert(first ? c.begin() : c.end(), id);
     previous = id;
   };
   for (int32_t id : nodes)
@@ -60,15 +63,19 @@ void Step::learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>
   }
 }
 
-// A number that was seen to change is fed from now on.
-void Step::learn_arguments(Node& n, const TraceOp& t) {
+// A number that was seen to change is fed from now on. True if one was not until now: artifacts have it as a constant.
+bool Step::learn_arguments(Node& n, const TraceOp& t) {
+  bool varies = false;
   for (size_t a = 0; a < t.args.size(); a++) {
     const auto& seen = t.args[a];
     auto& known = n.args[a];
     known.snapshot |= seen.snapshot;
-    if ((seen.type == Arg::Number || seen.type == Arg::Wrapped) && !same_value(seen.value, known.value))
+    if ((seen.type == Arg::Number || seen.type == Arg::Wrapped) && !same_value(seen.value, known.value)) {
+      varies |= !known.fed;
       known.fed = true;
+    }
   }
+  return varies;
 }
 
 // The shapes of this trace, unless they are known.

@@ -315,6 +315,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("replayed_s", &Segment::replayed_s)
       .def_readonly("trial", &Segment::trial)
       .def_property_readonly("slower", [](Segment& g) { return g.slower.load(); })
+      .def_property_readonly("stale", [](Segment& g) { return g.stale.load(); })
       .def_property_readonly("compiled", [](Segment& g) { return g.artifact != nullptr; })
       .def("unload", [](Segment& g) { g.artifact.reset(); });
   py::class_<Capture, std::shared_ptr<Capture>>(m, "Capture")

@@ -107,6 +107,7 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
     aliased &= r.alias_info() != nullptr || (l && r.alias_info());
   }
   i->pass_through = ns == "profiler";
+  i->in_python = ns == "torch_nn"; // linear_cross_entropy
   // An op with a CPU kernel of its own (mish_backward) runs it in eager: its decomposition rounds differently.
   i->decompose = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
       !op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
@@ -133,14 +134,14 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> resizing = {"set_", "resize_", "resize_as_", "_resize_output_",
       "set_data", "record_stream", "resize_as_sparse_", "_to_sparse", "sparse_resize_", "_pin_memory", "pin_memory",
       "swap_"};
-  i->always_sync = !i->is_fetch &&
-      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) ||
+  // `out=` variants lack the tag of their ops.
+  static const std::unordered_set<std::string> tagged = {"_unique", "_unique2", "unique_dim", "unique_consecutive",
+      "unique_dim_consecutive", "bincount", "index", "repeat_interleave"};
+  bool untagged_out = tagged.count(base) && writes;
+  i->always_sync = !i->is_fetch && !i->in_python &&
+      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) || untagged_out ||
           op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) || s.is_vararg() ||
           s.is_varret());
-  // Writes into `out=` arguments may resize them.
-  for (const auto& a : s.arguments())
-    if (a.is_out())
-      i->always_sync = true;
   return i;
 }
 } // namespace

@@ -35,6 +35,7 @@ struct OpInfo {
   std::vector<int16_t> undeclared_writes;
   int16_t undeclared_if = -1;
   bool decompose = false; // CompositeImplicitAutograd: arrives whole only under inference mode
+  bool in_python = false; // PyTorch's own code behind an op's name: its ops are the step's, like those of any function
   bool pass_through = false; // profiler annotations: no tensor semantics
   bool always_sync = false; // Python waits: data-dependent size, non-tensor result, custom op
   bool is_fetch = false;

@@ -142,6 +142,10 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
 }
 
 namespace {
+c10::StorageImpl* storage_of(const c10::TensorImpl& t) {
+  return t.unsafe_storage().unsafeGetStorageImpl();
+}
+
 // Flattened tensor inputs, in the order of TraceOp::inputs.
 template <class F>
 void each_input(const OpInfo& info, c10::ArrayRef<c10::IValue> args, F&& f) {
@@ -182,6 +186,16 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     }
   }
   bool inplace_view = t.info->handle && t.info->handle->hasTag(at::Tag::inplace_view);
+  for (int16_t w : t.writes) {
+    // x[1].addbmm_(..) makes itself larger, `out=` what it is given: no longer the tensor that Python holds.
+    auto* impl = inputs[w]->unsafeGetTensorImpl();
+    bool same = inplace_view || t.kind != Kind::Compute ||
+        (t.inputs[w].geometry == intern_of(*impl) && t.inputs[w].storage == storage_of(*impl));
+    if (!same) {
+      t.kind = Kind::Sync;
+      return;
+    }
+  }
   bool all_alias = !outs.empty();
   for (size_t k = 0; k < outs.size(); k++) {
     Output o;
@@ -205,10 +219,6 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
       auto* in = inputs[i]->unsafeGetTensorImpl();
       if (in == impl) {
         o.same_arg = arg_of[i];
-        if (!inplace_view && t.inputs[i].geometry != intern_of(*impl)) { // x[1].addbmm_(..) makes itself larger
-          t.kind = Kind::Sync;
-          return;
-        }
       }
       if (in->has_storage() && in->unsafe_storage().unsafeGetStorageImpl() == st)
         o.alias = static_cast<int16_t>(i);
@@ -252,6 +262,10 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
 // What a SYNC op touched is real memory, its results included; nothing else about them is known ahead.
 void Recorder::forget_results(TraceOp& t) {
   make_external(t);
+  forget_outputs(t);
+}
+
+void Recorder::forget_outputs(TraceOp& t) {
   t.returns.clear();
   t.outputs.clear();
   t.geometries.clear();
@@ -283,77 +297,5 @@ void Recorder::record_pseudo(const OpInfo* info, Kind kind, uint64_t location, u
   }
   make_external(t);
   ops.push_back(std::move(t));
-}
-
-// Tiny computations on memory from outside that end in a value for Python (Adam's `step += 1; step.item()`): the
-// PythonRunner does them at once, so that the read-back costs no round trip. All ops that write such memory must be
-// tiny and deterministic, and the memory must be read back.
-void Recorder::classify_host_ops() {
-  constexpr size_t kHostBytes = 64;
-  ska::flat_hash_map<c10::StorageImpl*, char> state; // 1 candidate, 2 read back, 0 excluded
-  auto tiny = [&](c10::StorageImpl* s) { return s && s->nbytes() <= kHostBytes; };
-  auto eligible = [&](const TraceOp& t) {
-    if (t.kind != Kind::Compute || t.info->random || t.writes.empty())
-      return false;
-    for (const auto& i : t.inputs)
-      if (i.value.producer != kExternal || !tiny(i.storage))
-        return false;
-    for (const auto& o : t.outputs)
-      if (o.same_arg < 0)
-        return false;
-    return !t.inputs.empty();
-  };
-  for (const auto& t : ops) {
-    if (t.node >= 0)
-      continue;
-    for (auto w : t.writes)
-      if (t.inputs[w].value.producer == kExternal && t.inputs[w].storage) {
-        auto& s = state.emplace(t.inputs[w].storage, 1).first->second;
-        if (!eligible(t))
-          s = 0;
-      }
-  }
-  for (const auto& t : ops)
-    if (t.node < 0 && t.kind == Kind::Fetch && !t.inputs.empty()) {
-      auto it = state.find(t.inputs[0].storage);
-      if (it != state.end() && it->second == 1)
-        it->second = 2;
-    }
-  auto is_host = [&](c10::StorageImpl* s) {
-    auto it = state.find(s);
-    return it != state.end() && it->second == 2;
-  };
-  // An op that writes several memories (_foreach_add_) runs in one place: all of them are the host's, or none.
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (const auto& t : ops) {
-      if (t.node >= 0 || t.writes.size() < 2)
-        continue;
-      auto host = [&](int16_t w) { return is_host(t.inputs[w].storage); };
-      if (std::all_of(t.writes.begin(), t.writes.end(), host) || std::none_of(t.writes.begin(), t.writes.end(), host))
-        continue;
-      for (auto w : t.writes)
-        state[t.inputs[w].storage] = 0;
-      changed = true;
-    }
-  }
-  for (auto& t : ops) {
-    if (t.node >= 0)
-      continue;
-    bool reads_host = t.kind == Kind::Fetch && !t.inputs.empty() && is_host(t.inputs[0].storage);
-    if (reads_host || (eligible(t) && is_host(t.inputs[t.writes[0]].storage))) {
-      t.kind = Kind::Host;
-      continue;
-    }
-    size_t input = 0;
-    for (auto& a : t.args) {
-      size_t n = a.type == Arg::Tensor ? 1
-          : a.type == Arg::List        ? std::count(a.present.begin(), a.present.end(), true)
-                                       : 0;
-      for (size_t k = 0; k < n; k++, input++)
-        if (input < t.inputs.size() && t.inputs[input].value.producer == kExternal && is_host(t.inputs[input].storage))
-          a.snapshot = true;
-    }
-  }
 }
 } // namespace coexec

@@ -7,6 +7,8 @@
 
 namespace coexec {
 
+constexpr size_t kStateBytes = 64; // a step counter: what HOST ops may write
+
 // A value of the trace, as coexec.records.ValueRef: (op, output), or (-1, external number).
 struct TraceValue {
   int32_t producer;
@@ -74,7 +76,7 @@ class Recorder {
   void record(const OpInfo* info, uint64_t location, uint64_t uid, bool guarded, const c10::OperatorHandle& op,
       c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void record_pseudo(const OpInfo* info, Kind kind, uint64_t location, uint64_t uid, const at::Tensor* t);
-  void classify_host_ops();
+  void classify_host_ops(); // once, when the trace has ended
 
   std::deque<TraceOp> ops; // never moved
   std::vector<TraceExternal> externals;
@@ -94,12 +96,16 @@ class Recorder {
   void describe_outputs(TraceOp& op, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results);
   void make_external(const TraceOp& op);
   void forget_results(TraceOp& op);
+  static void forget_outputs(TraceOp& op);
+  void classify_host_state();
+  TraceValue outside_value(const TraceInput& i, ska::flat_hash_map<c10::StorageImpl*, int32_t>* numbers);
 
   ska::flat_hash_map<c10::StorageImpl*, Known> known_;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> forgotten_;
   ska::flat_hash_map<uint64_t, uint32_t> counts_;
   std::vector<c10::StorageImpl*> step_arguments_;
   int32_t external_storages_ = 0;
+  std::unordered_set<uint64_t> host_uids_; // ops that were HOST for what was read from them; kept from trace to trace
 };
 
 template <class OnInput>

@@ -23,7 +23,7 @@ const Segment* GraphRunner::segment_at(int64_t at) {
   if (n.segment < 0 || n.position != 0)
     return nullptr;
   const Segment* s = segments_->by_id[n.segment].get();
-  if (!s || !s->artifact || s->slower.load(std::memory_order_relaxed))
+  if (!s || !s->artifact || s->slower.load(std::memory_order_relaxed) || s->stale.load(std::memory_order_relaxed))
     return nullptr;
   if (s->trial > 0 && s->trial % 2 == 0) {
     replay_until_ = at + static_cast<int64_t>(s->nodes.size());

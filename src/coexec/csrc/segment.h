@@ -73,6 +73,7 @@ struct Segment {
   mutable int trial = kTrialPasses;
   mutable std::vector<double> compiled_s, replayed_s;
   mutable std::atomic<bool> slower{false};
+  mutable std::atomic<bool> stale{false}; // a number that the artifact has as a constant was seen to vary
   mutable int64_t passes = 0; // whole passes of Python through it, by whatever executor
   mutable int64_t runs = 0, discards = 0;
   mutable std::string last_discard;

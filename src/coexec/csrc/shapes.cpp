@@ -110,6 +110,9 @@ static bool run_meta(const Node& n, c10::ArrayRef<c10::IValue> args, Variant* v)
   }
   if (outs.size() != n.outputs.size())
     return false;
+  for (int16_t w : n.writes) // an `out=` argument that the op would resize is no longer what Python holds
+    if (intern_of(*inputs[w].unsafeGetTensorImpl()) != v->inputs[w])
+      return false;
   for (size_t o = 0; o < outs.size(); o++) {
     if (outs[o].defined() != n.outputs[o].defined)
       return false;

@@ -115,6 +115,13 @@ class Step {
     c10::intrusive_ptr<c10::StorageImpl> storage;
     std::string bytes;
   };
+  // An op of the graph that reads memory of the size of a counter, which a HOST op may write.
+  struct SmallRead {
+    int64_t index; // in the log
+    Node* node;
+    int16_t arg;
+    const c10::StorageImpl* storage; // identity; its entry keeps it alive
+  };
   std::shared_ptr<Iteration> fresh_iteration();
   uint64_t op_location();
   uint64_t op_place();
@@ -129,7 +136,7 @@ class Step {
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
-  Patch pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry);
+  Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
   at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
   c10::SmallVector<c10::IValue, 3> hand_out_returns(Node& n, const Variant& v, c10::ArrayRef<c10::IValue> args);
@@ -137,9 +144,12 @@ class Step {
   void fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void await_readers(const c10::StorageImpl* s);
   void run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
+  bool is_final(const at::Tensor& t) const;
   at::Tensor fetched_value(const In& in, int64_t index);
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
   int32_t describe_external(const at::Tensor& t);
@@ -147,7 +157,7 @@ class Step {
   static std::unique_ptr<Node> new_node(const TraceOp& t);
   void link_path(const std::vector<int32_t>& nodes);
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
-  static void learn_arguments(Node& n, const TraceOp& t);
+  static bool learn_arguments(Node& n, const TraceOp& t);
   static void learn_variant(Node& n, const TraceOp& t);
   void wait(int64_t n, Wait why);
   void issue_warnings(Iteration& it, int64_t n);
@@ -187,6 +197,7 @@ class Step {
   bool in_backward_ = false;
   bool barrier_open_ = false;
   std::vector<HostWrite> host_writes_; // of this iteration, in order
+  std::vector<SmallRead> small_reads_; // of this iteration
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
   std::vector<int64_t> log_index_; // per node, in this iteration
