@@ -351,8 +351,8 @@ void Step::await_readers(const c10::StorageImpl* s) {
     }
 }
 
-// Done by Python, which waits for nothing: all its arguments are ordinary tensors. Only on a path where the graph has yet
-// to write one of them it waits for that.
+// Done by Python, which waits for nothing: all its arguments are ordinary tensors. Only on a path where the graph has
+// yet to write one of them it waits for that.
 void Step::host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   for (const auto& in : in_)
     if (in.tensor->unsafeGetTensorImpl()->has_storage())
