@@ -356,7 +356,7 @@ def test_what_python_has_done_cuts_nothing_whatever_it_picked() -> None:
         step.ops.append(OpRecord("host", 99, 0, OpKind.HOST, (), (), ((old, new)[pick],), 1))
         step.work(5, new)
         steps.append(step)
-    graph, plan, segments = cut(*steps)
+    graph, _, segments = cut(*steps)
     assert any(node.ambiguous for node in graph.nodes)
     assert shape(segments) == [("functional", 16)]
 
