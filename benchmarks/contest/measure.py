@@ -103,24 +103,24 @@ def warm_up(child: Child, plan: Plan) -> dict[str, Any]:
     return result
 
 
-@contextlib.contextmanager
-def asleep(child: Child) -> Iterator[None]:
+def asleep(child: Child) -> contextlib.AbstractContextManager[None]:
     """Within it the process and its children are stopped: not even an idle thread of them spins."""
-    send(child, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send(child, signal.SIGCONT)
+    return between(child, signal.SIGSTOP, signal.SIGCONT)
+
+
+def awake(child: Child) -> contextlib.AbstractContextManager[None]:
+    """Within it a sleeping process runs."""
+    return between(child, signal.SIGCONT, signal.SIGSTOP)
 
 
 @contextlib.contextmanager
-def awake(child: Child) -> Iterator[None]:
-    """Within it a sleeping process runs."""
-    send(child, signal.SIGCONT)
+def between(child: Child, first: int, then: int) -> Iterator[None]:
+    """Sends one signal before, and the other after, whatever happens."""
+    send(child, first)
     try:
         yield
     finally:
-        send(child, signal.SIGSTOP)
+        send(child, then)
 
 
 def send(child: Child, number: int) -> None:

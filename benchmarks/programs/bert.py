@@ -112,6 +112,12 @@ def decay_groups(model: nn.Module, decay: float = 0.01) -> list[dict[str, object
     return [{"params": rest, "weight_decay": decay}, {"params": kept, "weight_decay": 0.0}]
 
 
+def fine_tuning(model: nn.Module) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """Returns the optimizer and the schedule that BERT is fine-tuned with."""
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=3e-4)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_linear)
+
+
 def warmup_then_linear(step: int, warmup: int = 100, steps: int = 10_000) -> float:
     """Returns the factor on the peak learning rate: up to 1 over `warmup` steps, then down to 0 at `steps`."""
     if step < warmup:

@@ -74,8 +74,7 @@ def make(seed: int = 0, tiny: bool = False) -> Program:
     seed_everything(seed)
     sizes = bert.TINY if tiny else bert.Sizes()
     model = BertForClassification(sizes)
-    optimizer = torch.optim.AdamW(bert.decay_groups(model), lr=3e-4)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, bert.warmup_then_linear)
+    optimizer, schedule = bert.fine_tuning(model)
     metrics = RunningMetrics()
     losses: list[float] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,13 +42,7 @@ PARAMETERS_M = {"resnet18": 11.69, "resnet50": 25.56, "densenet121": 7.98, "mobi
 PARAMETERS_M |= {"efficientnet_b0": 5.29, "mobilenet_v3_large": 5.48, "shufflenet_v2": 2.28, "resnext50": 25.03}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tests of several processes share the cores; spinning threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def built(name: str) -> catalog.Model:

@@ -12,8 +12,6 @@ import torch
 import coexec
 from benchmarks.programs import catalog, dropblock, faster_rcnn_boxes
 from benchmarks.programs.program import Program
-from coexec.intercept.build import build
-from coexec.intercept.native import native_if_ready
 from tests.coexec.harness import Program as Case
 from tests.coexec.harness import check
 from tests.coexec.snapshot import snapshot
@@ -23,20 +21,10 @@ UNSETTLED = {"faster_rcnn", "sdpoint", "lstm_speech"}
 """So few steps of these meet nothing but new paths: what is compared is tracing, and falling back."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native_core() -> None:
-    """Steps co-execute from the first call on."""
-    build(verbose=False)
-    assert native_if_ready() is not None
-
-
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tests of several processes share the cores; spinning threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def small_and_ready(native_core: None, one_thread: None) -> Iterator[None]:
+    """Steps co-execute from the first call on, and forget each other."""
     yield
-    torch.set_num_threads(threads)
     coexec.reset()
 
 

@@ -34,6 +34,8 @@ class _Picture:
             return (type(value).__name__, repr(value))
         if isinstance(value, np.ndarray | np.generic):
             return (type(value).__name__, str(value.dtype), value.shape, value.tobytes())
+        if isinstance(value, np.random.Generator):
+            return (type(value).__name__, repr(value.bit_generator.state))
         if id(value) in self._seen:
             return ("again", self._seen[id(value)])
         self._seen[id(value)] = len(self._seen)

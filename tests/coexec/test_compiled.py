@@ -561,3 +561,33 @@ def test_an_rnn_with_random_lengths_around_compiled_segments() -> None:
     assert (stats.phase, stats.fallbacks) == ("co-execution", fallbacks)
     assert stats.loops >= 2
     assert pair.compiled_runs() > before
+
+
+@pytest.mark.parametrize("kind", ["attribute", "wrapped", "size of a view"])
+def test_a_number_that_changes_after_the_artifact_was_adopted(kind: str) -> None:
+    """It was a constant for as long as anybody had seen; the artifact of that time counts no more."""
+    late: list[bool] = []
+
+    def make() -> Program:
+        weight, rows = nn.Parameter(torch.full((4,), 0.5)), [0]
+
+        def step(x: torch.Tensor) -> Any:
+            h = torch.tanh(x * weight).exp().sigmoid()
+            if kind == "attribute":
+                h = nn.functional.layer_norm(h, (4,), eps=0.5 if late else 1e-5)
+            elif kind == "wrapped":
+                h = h * (3.0 if late else 2.0)
+            else:
+                h = h[: rows[0]]
+            return (h + 1).cos().mean(0)
+
+        def args(i: int) -> tuple[Any, ...]:
+            rows[0] = 4 if i % 3 else 5
+            return (batch(i),)
+
+        return Program(step, args, lambda: weight)
+
+    pair = Pair(make)
+    pair.settle()
+    late.append(True)
+    pair.run(16)

@@ -172,6 +172,7 @@ def test_a_stopped_child_ends_with_a_parent_that_is_killed() -> None:
     program = (
         "import os, signal, subprocess, sys, time\n"
         "from coexec.intercept.background import Pacer\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup, and the child would inherit that
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0)\n"
         "pacer = Pacer()\n"
         "pacer.admit(child.pid)\n"

@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 import coexec
-from coexec.intercept.build import build
-from coexec.intercept.native import native_if_ready
-
-
-@pytest.fixture(scope="session", autouse=True)
-def native_core() -> None:
-    """The processes that oracles start find it in the cache."""
-    build(verbose=False)
-    assert native_if_ready() is not None
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def small_and_ready(native_core: None, one_thread: None) -> Iterator[None]:
+    """The processes that oracles start find the core in the cache; the tensors are tiny."""
     yield
-    torch.set_num_threads(threads)
     coexec.reset()

@@ -30,7 +30,7 @@ def test_a_step_without_reads_is_the_same(mode: str) -> None:
 
 
 def test_a_read_inside_the_step_is_a_wait() -> None:
-    verdict = judge("sample", program(lambda x: (x * 2).sum().item()), "coexec")
+    verdict = judge("sample", program(lambda x: (x @ x.t()).sum().item()), "coexec")
     assert (verdict.kind, verdict.detail) == (WAITS, "fetch")
 
 

@@ -346,6 +346,21 @@ def test_a_value_picked_in_plain_python_is_an_input_of_its_segment() -> None:
     assert shape(segments) == [("functional", 10), ("functional", 5)]
 
 
+def test_what_python_has_done_cuts_nothing_whatever_it_picked() -> None:
+    """A graph steps over a HOST op, so its choice is none of the graph's."""
+    steps = []
+    for pick in (0, 1, 0):
+        step = Step()
+        old = step.work(5)
+        new = step.work(5, old)
+        step.ops.append(OpRecord("host", 99, 0, OpKind.HOST, (), (), ((old, new)[pick],), 1))
+        step.work(5, new)
+        steps.append(step)
+    graph, _, segments = cut(*steps)
+    assert any(node.ambiguous for node in graph.nodes)
+    assert shape(segments) == [("functional", 16)]
+
+
 def test_every_block_is_cut_on_its_own() -> None:
     steps = []
     for extra in (False, True):

@@ -5,8 +5,8 @@ namespace coexec {
 namespace {
 // They look at the memory and keep no pointer to it: earlier ops may go on reading it meanwhile.
 bool only_looks(const std::string& name) {
-  static const std::unordered_set<std::string> names = {"read", "tolist", "__repr__", "__deepcopy__", "__reduce_ex__",
-      "tensor_split", "ctc_loss", "max_pool1d"};
+  static const std::unordered_set<std::string> names = {
+      "read", "tolist", "__repr__", "__deepcopy__", "__reduce_ex__", "tensor_split", "ctc_loss", "max_pool1d"};
   return names.count(name) != 0;
 }
 } // namespace

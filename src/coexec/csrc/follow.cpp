@@ -128,7 +128,7 @@ void Step::advance(Node& n) {
 
 // An argument from outside, as the GraphRunner may hold it: a copy if other code can change the memory before the graph
 // runs, or if the PythonRunner itself will (host ops).
-Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry) {
+Patch Step::pass_on(Node& n, const In& in, size_t k, const Geometry* geometry) {
   auto* s = storage_of(*in.tensor);
   if (geometry->offset != in.tensor->storage_offset())
     geometry = intern_of(*in.tensor->unsafeGetTensorImpl());
@@ -137,6 +137,8 @@ Patch Step::pass_on(const Node& n, const In& in, size_t k, const Geometry* geome
   if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s))) {
     if (overlap_allowed_)
       foreign_use_.reads.insert(s);
+    if (s->nbytes() <= kStateBytes)
+      small_reads_.push_back({it_->size(), &n, in.arg, s});
     return p;
   }
   stats.feeds++;
@@ -362,13 +364,25 @@ void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
   release_openmp_workers();
 }
 
-// Done by Python, which waits for nothing: all its arguments are ordinary tensors. Only on a path where the graph has yet
-// to write one of them it waits for that.
+// Ops that read what a HOST op is about to write get a copy from the next iteration on. No trace showed that they need
+// one: each took one part of this path.
+void Step::await_readers(const c10::StorageImpl* s) {
+  for (const auto& r : small_reads_)
+    if (r.storage == s) {
+      r.node->args[r.arg].snapshot = true;
+      wait(r.index + 1, Wait::Sync, r.node->location);
+    }
+}
+
+// Done by Python, which waits for nothing: all its arguments are ordinary tensors. Only on a path where the graph has
+// yet to write one of them it waits for that.
 void Step::host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   for (const auto& in : in_)
     if (in.tensor->unsafeGetTensorImpl()->has_storage())
       if (auto w = external_writes_.find(storage_of(*in.tensor)); w != external_writes_.end())
         wait(w->second + 1, n.info->is_fetch ? Wait::Fetch : Wait::Sync, n.location);
+  for (int16_t w : n.writes)
+    await_readers(storage_of(*in_[w].tensor));
   run_unpublished(n, op, ks, stack);
   if (n.info->always_sync) // of any size
     release_openmp_workers();

@@ -4,7 +4,6 @@
 
 namespace coexec {
 namespace {
-constexpr size_t kStateBytes = 64; // a step counter
 // Below the grain of PyTorch's parallel loops: the PythonRunner's thread needs no workers for a tensor of this size.
 constexpr size_t kSliceBytes = 64 << 10;
 constexpr int kSliceOps = 8; // more is work that the GraphRunner should do

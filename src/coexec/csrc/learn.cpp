@@ -16,7 +16,8 @@ void Step::extend(const std::vector<int32_t>& nodes) {
       continue;
     Node& n = program.at(nodes[i]);
     learn_producers(n, t, nodes);
-    learn_arguments(n, t);
+    if (learn_arguments(n, t) && segments && n.segment >= 0)
+      segments->by_id[n.segment]->stale.store(true);
     if (t.kind == Kind::Compute || (t.kind == Kind::View && !t.outputs.empty()))
       learn_variant(n, t);
   }
@@ -63,15 +64,21 @@ void Step::learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>
   }
 }
 
-// A number that was seen to change is fed from now on.
-void Step::learn_arguments(Node& n, const TraceOp& t) {
+// A number that was seen to change is fed from now on. True if one was not until now: artifacts have it as a constant,
+// and none of the facts that they are chosen by tells of it (a number that decides a shape is such a fact).
+bool Step::learn_arguments(Node& n, const TraceOp& t) {
+  bool varies = false;
   for (size_t a = 0; a < t.args.size(); a++) {
     const auto& seen = t.args[a];
     auto& known = n.args[a];
     known.snapshot |= seen.snapshot;
-    if ((seen.type == Arg::Number || seen.type == Arg::Wrapped) && !same_value(seen.value, known.value))
+    if ((seen.type == Arg::Number || seen.type == Arg::Wrapped) && !same_value(seen.value, known.value)) {
+      bool shapes = seen.type == Arg::Number && n.info->args[a].shapes;
+      varies |= !known.fed && !shapes;
       known.fed = true;
+    }
   }
+  return varies;
 }
 
 // The shapes of this trace, unless they are known.

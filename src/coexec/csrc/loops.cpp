@@ -56,6 +56,7 @@ void Step::start_anew() {
   description.clear();
   path.clear();
   crowded_.clear();
+  small_reads_.clear();
   program.clear();
 }
 

@@ -367,6 +367,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       }))
       .def_readonly("id", &PlannedSegment::id)
       .def_readonly("passes", &PlannedSegment::passes)
+      .def_property_readonly("stale", [](PlannedSegment& p) { return p.stale.load(); })
       .def_readonly("signatures", &PlannedSegment::signatures)
       .def_readonly("last_signature", &PlannedSegment::last_signature)
       .def_readonly("unserved", &PlannedSegment::unserved)

@@ -143,9 +143,9 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
       "unique_dim_consecutive", "bincount", "index", "repeat_interleave"};
   bool untagged_out = tagged.count(base) && writes;
   i->always_sync = !i->is_fetch && !i->in_python &&
-      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) || untagged_out ||
-          op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) || s.is_vararg() ||
-          s.is_varret());
+      (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) ||
+          untagged_out || op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
+          s.is_vararg() || s.is_varret());
   return i;
 }
 } // namespace

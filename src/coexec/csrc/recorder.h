@@ -7,6 +7,8 @@
 
 namespace coexec {
 
+constexpr size_t kStateBytes = 64; // a step counter: what HOST ops may write
+
 // A value of the trace, as coexec.records.ValueRef: (op, output), or (-1, external number).
 struct TraceValue {
   int32_t producer;

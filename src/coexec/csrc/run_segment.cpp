@@ -23,6 +23,8 @@ const PlannedSegment* GraphRunner::segment_at(int64_t at) {
   if (n.segment < 0 || n.position != 0)
     return nullptr;
   const PlannedSegment* p = segments_->by_id[n.segment].get();
+  if (p->stale.load(std::memory_order_relaxed))
+    return nullptr;
   for (const auto& s : p->versions)
     if (!s->slower.load(std::memory_order_relaxed))
       return p;

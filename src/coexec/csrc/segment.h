@@ -94,6 +94,8 @@ struct PlannedSegment {
   int32_t id = -1;
   std::vector<int32_t> nodes;
   std::vector<std::shared_ptr<Segment>> versions; // loaded ones, tried in order; changed between iterations only
+  // A number that the versions have as a constant was seen to vary: none of them may run.
+  std::atomic<bool> stale{false};
   int64_t passes = 0; // whole passes of Python through it, by whatever executor
   // How often Python passed through it with which shapes. Bounded: the rarest are forgotten.
   static constexpr size_t kSignatures = 64;

@@ -82,6 +82,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     if (++co_executed_in_a_row_ == kSettled)
       give_freed_memory_back(); // what this thread's arena has free from tracing
     host_writes_.clear();
+    small_reads_.clear();
     forget_old_variants();
     graph.start(it_, segments, step_arguments_);
   }

@@ -133,6 +133,13 @@ class Step {
     c10::intrusive_ptr<c10::StorageImpl> storage;
     std::string bytes;
   };
+  // An op of the graph that reads memory of the size of a counter, which a HOST op may write.
+  struct SmallRead {
+    int64_t index; // in the log
+    Node* node;
+    int16_t arg;
+    const c10::StorageImpl* storage; // identity; its entry keeps it alive
+  };
   std::shared_ptr<Iteration> fresh_iteration();
   uint64_t op_location();
   uint64_t op_place();
@@ -156,7 +163,7 @@ class Step {
   void forget_old_variants();
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
-  Patch pass_on(const Node& n, const In& in, size_t k, const Geometry* geometry);
+  Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
   at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
   c10::SmallVector<c10::IValue, 3> hand_out_returns(Node& n, const Variant& v, c10::ArrayRef<c10::IValue> args);
@@ -166,6 +173,7 @@ class Step {
   void run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   void host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
+  void await_readers(const c10::StorageImpl* s);
   void run_unpublished(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack);
   Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
@@ -177,7 +185,7 @@ class Step {
   static std::unique_ptr<Node> new_node(const TraceOp& t);
   void link_path(const std::vector<int32_t>& nodes);
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
-  static void learn_arguments(Node& n, const TraceOp& t);
+  static bool learn_arguments(Node& n, const TraceOp& t);
   void learn_variant(Node& n, const TraceOp& t);
   // `waited_s`: what the caller has waited for it already.
   void wait(int64_t n, Wait why, uint64_t location, double waited_s = 0);
@@ -235,6 +243,7 @@ class Step {
   bool barrier_open_ = false;
   std::vector<Node*> crowded_; // nodes with more variants than are kept
   std::vector<HostWrite> host_writes_; // of this iteration, in order
+  std::vector<SmallRead> small_reads_; // of this iteration
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
   std::vector<char> passed_; // per node: in this iteration, once at least

@@ -131,7 +131,7 @@ class SegmentManager:
         self._stale = False
         self.plan = assign_cases(graph)
         cut = cut_segments(graph, self.plan, native.bytes_written)
-        known = {(segment.nodes, segment.planned.kind): segment for segment in self.segments}
+        known = {(s.nodes, s.planned.kind): s for s in self.segments if not s.native.stale}
         make = _native_core().PlannedSegment
         self.segments = [
             replace(known[planned.nodes, planned.kind], planned=planned)
