@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from coexec.records import OpKind
 from tests.coexec.harness import Outcome, Program, check, exact
 from tests.coexec.programs import batch, function_program
 
@@ -198,9 +199,13 @@ def test_a_loop_whose_count_never_varies_is_unrolled() -> None:
     assert sum(node.op == "aten::tanh" for node in out.compiled._runner.graph.nodes) == 4
 
 
-def test_while_on_a_value_of_the_graph() -> None:
+@pytest.mark.parametrize("who", ["graph", "Python"])
+def test_while_on_a_value(who: str) -> None:
+    """The graph makes it; or Python at once, since it depends on memory from outside alone."""
+
     def make() -> Program:
         def step(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            x = x @ torch.eye(4) if who == "graph" else x
             h, n = x.abs().sum() * 7, 0
             while h.item() > 1:
                 h = h / 1.7
@@ -209,7 +214,11 @@ def test_while_on_a_value_of_the_graph() -> None:
 
         return Program(step, lambda i: (batch(i) * 3 ** (i % 5),))
 
-    check_loops(make)
+    out = check_loops(make)
+    assert out.stats is not None
+    assert (out.stats.fetches > 0) == (who == "graph")
+    kinds = {node.kind for node in out.compiled._runner.graph.nodes if node.folded}
+    assert (OpKind.HOST in kinds) == (who == "Python")
 
 
 def test_break_continue_and_else() -> None:
@@ -217,7 +226,7 @@ def test_break_continue_and_else() -> None:
         seen: list[str] = []
 
         def step(x: torch.Tensor, n: int) -> torch.Tensor:
-            h = x.sum()
+            h = (x @ torch.eye(4)).sum()
             for k in range(n):
                 if k % 3 == 2:
                     continue
@@ -446,10 +455,12 @@ def test_values_of_older_passes_read_late() -> None:
 
 
 def test_a_step_that_folds_keeps_its_counters_and_says_where_the_loop_is() -> None:
+    shrink = torch.eye(4) * 0.7
+
     def step(x: torch.Tensor) -> int:
         n = 0
         while x.norm() > 1:
-            x = x * 0.7
+            x = x @ shrink
             n += 1
         return n
 
