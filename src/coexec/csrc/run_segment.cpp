@@ -122,7 +122,7 @@ bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unkn
       Entry& e = it.entry(run->base + in.position);
       if (e.node->id != s.nodes[in.position] || (!in.geometry && !number_fits(e, in)))
         return misfit("another path, or a number of another type");
-      t = !in.geometry ? number_tensor(e, in)
+      t = !in.geometry  ? number_tensor(e, in)
           : in.slot < 0 ? segment_argument(e, in.input)
                         : computed_argument(it, e, in.input);
       if (!t.defined())
