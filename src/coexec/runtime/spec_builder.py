@@ -98,7 +98,6 @@ class _Builder:
 
     ops: dict[int, DescribedOp]
     externals: Sequence[tuple[int, int, dict[str, Any]]]  # (storage, nbytes, geometry)
-    nbytes_of_slot: dict[int, int]
     geometry_of_slot: dict[int, dict[str, Any]]
     storage_of_slot: dict[int, int]  # slot that made the memory of every value described
     inputs: list[TensorInput | NumberInput] = field(default_factory=list)
@@ -145,7 +144,7 @@ def build_segment(
         NotDescribableError: an op uses something that a spec cannot say.
     """
     by_node = {op.node: op for op in description}
-    builder = _Builder(by_node, externals, {}, {}, {})
+    builder = _Builder(by_node, externals, {}, {})
     _note_slots(builder, description)
     for position, node in enumerate(nodes):
         op = by_node.get(node)
@@ -230,13 +229,12 @@ def _renew_results(builder: _Builder) -> None:
 def _note_slots(builder: _Builder, description: Sequence[DescribedOp]) -> None:
     """Which memory every value of the iteration lives in; of a value that a loop makes several times, the last one."""
     for op in description:
-        for slot, alias, _, geometry, nbytes in op.outputs:
+        for slot, alias, _, geometry, _ in op.outputs:
             if slot < 0 or geometry is None:
                 continue
             builder.geometry_of_slot[slot] = geometry
             if alias < 0:
                 builder.storage_of_slot[slot] = slot
-                builder.nbytes_of_slot[slot] = nbytes
             else:
                 base = op.inputs[alias][0]
                 builder.storage_of_slot[slot] = builder.storage_of_slot.get(base, base)
