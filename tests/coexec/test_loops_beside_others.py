@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,7 +66,9 @@ def test_python_reads_what_was_given_in_every_pass() -> None:
 
         def args(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             length, generator = trips(i, 2, 9), torch.Generator().manual_seed(i)
-            return torch.randn(2, length, 4, generator=generator), torch.rand(2, length, generator=generator) < 0.5
+            mask = torch.rand(2, length, generator=generator) < 0.5
+            mask[:, 0] = True
+            return torch.randn(2, length, 4, generator=generator), mask
 
         return Program(step, args, lambda: cell)
 
@@ -167,11 +168,10 @@ def test_a_segment_behind_a_loop_serves_any_trip_count_and_any_size() -> None:
     scale = [1.0]
 
     def make() -> Program:
-        return training_rnn(lambda i: trips(i, 3, 9), lambda i: random.Random(3 * i + 1).randint(2, 24), scale)
+        return training_rnn(lambda i: trips(i, 3, 9), lambda i: trips(3 * i + 1, 2, 24), scale)
 
     pair = Pair(make)
     pair.settle()
-    pair.run(12)  # until the versions have been weighed against replay
     fallbacks, before = pair.step.stats().fallbacks, pair.compiled_runs()
     pair.run(40)
     assert pair.step.stats().fallbacks == fallbacks
@@ -179,13 +179,14 @@ def test_a_segment_behind_a_loop_serves_any_trip_count_and_any_size() -> None:
     versions = behind_the_loop(pair)
     assert [v.state for v in versions if v.symbolic is not None] == [State.COMPILED], pair.step.explain()
     assert sum(v.native.discards for v in versions) == 0, pair.step.explain()
-    assert pair.compiled_runs() - before >= 40, pair.step.explain()
+    # All but replay's turns, as long as the two are weighed.
+    assert pair.compiled_runs() - before >= 30, pair.step.explain()
     scale[0] = 2.0  # a constant of the artifact until now
     pair.run(6)
     pair.settle()
     before = pair.compiled_runs()
     pair.run(12)
-    assert pair.compiled_runs() - before >= 10, pair.step.explain()
+    assert pair.compiled_runs() - before >= 6, pair.step.explain()
 
 
 @pytest.mark.compile

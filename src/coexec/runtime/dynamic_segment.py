@@ -34,7 +34,7 @@ def unify_segments(built: Sequence[BuiltSegment]) -> tuple[SymbolicSpec, dict[st
         NotExpressibleError: they differ in something that follows from no size of an input.
     """
     for entry in SAME_AT_ALL_SIZES:
-        if any(_without_memory(other, entry) != _without_memory(built[0], entry) for other in built[1:]):
+        if any(_within_segment(other, entry) != _within_segment(built[0], entry) for other in built[1:]):
             raise NotExpressibleError(f"the segment's {entry.replace('_', ' ')} depend on sizes")
     spec = unify([one.spec for one in built])
     table = _Table(spec)
@@ -49,10 +49,12 @@ def unify_segments(built: Sequence[BuiltSegment]) -> tuple[SymbolicSpec, dict[st
     }
 
 
-def _without_memory(built: BuiltSegment, entry: str) -> Any:
+def _within_segment(built: BuiltSegment, entry: str) -> Any:
     """What the native segment is told, but for the numbers of memory: behind a loop they depend on its trip count."""
     told = built.native[entry]
-    return [(slot, index) for slot, _, index in told] if entry == "slot_inputs" else told
+    if entry == "slot_inputs":
+        return [(slot, index) for slot, _, index in told]
+    return list(told.values()) if entry == "external_inputs" else told
 
 
 class _Table:

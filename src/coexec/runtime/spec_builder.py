@@ -288,7 +288,7 @@ def _value(builder: _Builder, position: int, index: int, op: DescribedOp) -> int
     if geometry is None:
         raise NotDescribableError(f"input {index} of node at position {position} is no strided CPU tensor")
     if slot < 0:
-        identity = EXTERNAL_IDS + external
+        identity = EXTERNAL_IDS + builder.external_inputs.get(external, len(builder.inputs))
         if identity not in builder.values:
             number, nbytes, _ = builder.externals[external]
             _bind(builder, identity, ("e", number), nbytes, geometry, (position, index, -1, True))
