@@ -7,6 +7,7 @@ damaged or wrong one, a store that does not answer) ends in eager: counted in `c
 from __future__ import annotations
 
 import logging
+import operator
 import tempfile
 import threading
 from collections import Counter, deque
@@ -66,6 +67,10 @@ class NotInstalledError(CoexecError):
         self.reason = reason
 
 
+_pointer_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
+
+
 @dataclass(slots=True)
 class Installed:
     """A candidate that serves one graph."""
@@ -89,9 +94,8 @@ class Installed:
 
     def _identity(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         static = [inputs[position] for position in self.static_inputs]
-        pointers = [tensor.data_ptr() for tensor in static]  # of its memory: `.data = other` keeps the object
-        versions = [tensor._version for tensor in static] if self.values_matter else []
-        return (pointers, versions)
+        pointers = tuple(map(_pointer_of, static))  # of its memory: `.data = other` keeps the object
+        return (pointers, tuple(map(_version_of, static))) if self.values_matter else pointers
 
 
 # What happened --------------------------------------------------------------------------------------------------------
