@@ -20,7 +20,7 @@ import torch
 
 from coexec.backends.cache import ArtifactCache
 from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import CandidateError, Runner, captures_constants
+from coexec.backends.candidates.candidate import CandidateError, Runner, binds_static, captures_constants
 from coexec.backends.candidates.program import Program, ProgramError
 from coexec.config import private_cache_dir
 from coexec.errors import CoexecError
@@ -77,7 +77,7 @@ class Installed:
 
     backend: str
     run: Runner
-    static_inputs: tuple[int, ...]
+    static_inputs: tuple[int, ...]  # those that it keeps
     values_matter: bool  # the artifact holds values of static inputs: a write to one of them makes it stale
     identity: tuple[Any, ...] = field(default=())
 
@@ -164,7 +164,9 @@ def environment_here(graph: Graph) -> Environment:
 def install(store: Store, graph: Graph, decision: Decision, inputs: Sequence[Any]) -> Installed:
     """Load the decision's artifact and check it on `inputs`; nothing is compiled. Errors: NotInstalledError."""
     run = _loaded(store, decision, graph.program(inputs))
-    installed = Installed(decision.backend, run, graph.static_inputs, values_matter=_holds_values(decision))
+    candidate = registry.get(decision.backend)
+    kept = graph.static_inputs if binds_static(candidate) else ()
+    installed = Installed(decision.backend, run, kept, values_matter=captures_constants(candidate))
     try:
         check_at(graph, installed, inputs)
     except NotInstalledError as error:
@@ -224,8 +226,3 @@ def _loaded(store: Store, decision: Decision, program: Program) -> Runner:
         raise NotInstalledError("refused", f"{decision.backend}: {error.reason}") from error
     except Exception as error:
         raise NotInstalledError("load error", f"{decision.backend}: {error!r:.300}") from error
-
-
-def _holds_values(decision: Decision) -> bool:
-    candidate = registry.get(decision.backend)
-    return captures_constants(candidate)

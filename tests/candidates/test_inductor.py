@@ -15,12 +15,12 @@ import torch
 from torch._inductor import config
 
 from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import CandidateError
+from coexec.backends.candidates.candidate import CandidateError, binds_static
 from coexec.backends.candidates.core import draws_random, split
 from coexec.backends.candidates.inductor import handles
 from coexec.backends.candidates.inductor.compiled import compiling
 from coexec.backends.candidates.inductor.handles import TIMED_CALLS, Library
-from tests.candidates.checks import built
+from tests.candidates.checks import assert_same_as_eager, built
 from tests.candidates.samples import handmade, program
 
 SETTINGS = ("freezing", "cpp_wrapper", "max_autotune", "joint_custom_post_pass", "fallback_random", "fx_graph_cache")
@@ -120,3 +120,16 @@ def test_a_call_that_is_short_is_made_without_handles_from_python(
     for _ in range(TIMED_CALLS):
         library.run(list(small.inputs))
     assert library._current == library._without_gil
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["inductor", "inductor-cpp-wrapper", "aotinductor"])
+def test_what_keeps_no_weights_takes_those_of_each_call(name: str, stored: Callable[..., Any]) -> None:
+    """So nobody has to watch them."""
+    assert not binds_static(registry.get(name))
+    artifact = stored(name)
+    own = artifact.program
+    run = artifact.load(own)
+    assert own.static_inputs
+    other = [v + 0.5 if i in own.static_inputs else v for i, v in enumerate(own.inputs)]
+    assert_same_as_eager(run, own.with_inputs(other))
