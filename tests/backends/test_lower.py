@@ -121,6 +121,30 @@ def test_in_place_foreach_returns_nothing_and_writes_its_inputs() -> None:
         assert_near(got, expected)
 
 
+FOREACH: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "twice": lambda a, b: torch._foreach_mul_([a, a], 0.9),
+    "reads what it wrote": lambda a, b: torch._foreach_add_([a, b], [b, a], alpha=2),
+    "through a view": lambda a, b: torch._foreach_mul_([a, a[1:]], [0.9, 0.8]),
+    "a tensor of its own": lambda a, b: torch._foreach_addcdiv_([a, b], [b, b], [b, a.abs() + 1], 0.5),
+    "apart": lambda a, b: torch._foreach_add_([a, b], [a, b]),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_in_place_foreach_runs_element_by_element(name: str) -> None:
+    """Found by random programs: `_foreach_mul_([a, a], 0.9)` multiplies twice."""
+    a, b = x() + 3, x().flip(0) + 3
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        FOREACH[name](a, b)
+        return [a * 1, b * 1]
+
+    recording = record(run)
+    results, _ = run_graph(lower(recording.spec, {}), recording)
+    for got, expected in zip(results, recording.outputs + recording.mutated, strict=True):
+        assert_near(got, expected)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("mode", ["commit", "functional"])
 def test_programs_give_eagers_results(name: str, mode: Mode) -> None:
