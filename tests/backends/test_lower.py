@@ -121,6 +121,25 @@ def test_in_place_foreach_returns_nothing_and_writes_its_inputs() -> None:
         assert_near(got, expected)
 
 
+@pytest.mark.parametrize("shape", [(6, 9), (6, 9, 5), (3, 9, 4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norm_backward_of_any_number_of_dimensions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Without the dimensions behind the channels there is nothing to sum up in a sample."""
+    torch.manual_seed(3)
+    images, grad, weight = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype), torch.rand(9, dtype=dtype)
+    _, mean, inverse = torch.ops.aten.native_batch_norm(images, weight, None, None, None, True, 0.1, 1e-5)
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        return torch.ops.aten.native_batch_norm_backward(
+            grad, images, weight, None, None, mean, inverse, True, 1e-5, [True, True, True]
+        )
+
+    recording = record(run)
+    results, _ = run_graph(lower(recording.spec, {}), recording)
+    for got, expected in zip(results, recording.outputs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
 FOREACH: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "twice": lambda a, b: torch._foreach_mul_([a, a], 0.9),
     "reads what it wrote": lambda a, b: torch._foreach_add_([a, b], [b, a], alpha=2),

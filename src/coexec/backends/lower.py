@@ -82,15 +82,20 @@ def _native_batch_norm_backward(named: dict[str, Any]) -> list[torch.Tensor | No
     if not named["train"] or x.dtype != torch.float32:
         return flatten_results(aten.native_batch_norm_backward(*named.values()))
     shape = [1, -1] + [1] * (x.dim() - 2)
-    dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+    count = x.numel() // x.shape[1]
     centered, inverse = x - named["save_mean"].view(shape), named["save_invstd"]
-    total = grad.sum(dims[1:]).sum(0, dtype=torch.float64)
-    dot = (grad * centered).sum(dims[1:]).sum(0, dtype=torch.float64)
+    total, dot = _sum_of_samples(grad), _sum_of_samples(grad * centered)
     slope = (dot * inverse * inverse / count).to(x.dtype).view(shape)
     scale = inverse if named["weight"] is None else inverse * named["weight"]
     grad_input = (grad - (total / count).to(x.dtype).view(shape) - centered * slope) * scale.view(shape)
     results = [grad_input, (dot * inverse).to(x.dtype), total.to(x.dtype)]
     return [t if wanted else None for t, wanted in zip(results, named["output_mask"], strict=True)]
+
+
+def _sum_of_samples(x: torch.Tensor) -> torch.Tensor:
+    """Per channel; an empty list of dimensions would mean all of them."""
+    per_sample = x.sum(list(range(2, x.dim()))) if x.dim() > 2 else x
+    return per_sample.sum(0, dtype=torch.float64)
 
 
 def _scaled_add(self: Any, other: Any, *, alpha: Any = 1) -> Any:
