@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from coexec.backends.cache import Failure
 from coexec.backends.expressions import NotExpressibleError
@@ -119,7 +120,11 @@ def judge_one(place: Path, compiled: bool) -> Verdict:
 def _graph(spec: SegmentSpec | SymbolicSpec) -> Any:
     """The lowered graph as a function."""
     one, symbolic = (spec.observed[0], Symbolic(spec)) if isinstance(spec, SymbolicSpec) else (spec, None)
-    graph = lower(one, torch._inductor.decomposition.select_decomp_table(), symbolic)
+    return graph_of(lower(one, torch._inductor.decomposition.select_decomp_table(), symbolic))
+
+
+def graph_of(graph: GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """A lowered graph as a function that publishes as an artifact does."""
     place_publishes(graph.graph)
     graph.recompile()
 

@@ -50,7 +50,7 @@ def takes_fed(name: str, argument: int) -> bool:
     overload = resolve(name)
     base = overload.base.rstrip("_").removeprefix("_foreach_")
     parameter = overload.parameters[argument].name
-    if base == "pow" and parameter == "exponent" or any(p.name == "out" for p in overload.parameters):
+    if (base == "pow" and parameter == "exponent") or any(p.name == "out" for p in overload.parameters):
         return False
     return base in FORMULAS or base in CREATORS
 
