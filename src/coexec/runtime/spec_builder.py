@@ -386,7 +386,8 @@ def _wrapped(builder: _Builder, position: int, index: int, fed: bool, dtype: str
 def _fed(builder: _Builder, position: int, index: int, value: Any, can_be_input: bool) -> Arg:
     """A number that varies. Where the artifact cannot take it as an input, it is made for this value and checked for
     it. Integers that decide sizes do not reach the artifact: another value is another variant."""
-    if not can_be_input and not isinstance(value, str | None):
+    decides_no_size = isinstance(value, float | complex) or (isinstance(value, tuple) and float in map(type, value))
+    if decides_no_size and not can_be_input:
         builder.number_checks.append((position, index))
         return Const(value)
     if isinstance(value, tuple):
