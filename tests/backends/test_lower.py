@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from coexec.backends.fed import NotLowerableError
+from coexec.backends.fed import NotLowerableError, takes_fed
 from coexec.backends.lower import lower
 from coexec.backends.spec import Mode, SpecError
 from tests.backends.programs import PROGRAMS
@@ -94,6 +94,22 @@ def test_fed_numbers_follow_eager(name: str, dtype: torch.dtype) -> None:
     other = replace(recording, inputs=[t * 2 if t.dim() == 0 else t for t in recording.inputs])
     changed, _ = run_graph(lower(recording.spec, {}), other)
     assert not torch.equal(changed[0], results[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "taken"),
+    [
+        ("aten::add.Tensor", 2, True),
+        ("aten::_foreach_mul_.Scalar", 1, True),
+        ("aten::full", 1, True),
+        ("aten::native_layer_norm", 4, False),
+        ("aten::pow.Tensor_Scalar", 1, False),
+        ("aten::pow.Scalar", 0, True),
+        ("aten::add.out", 2, False),
+    ],
+)
+def test_which_numbers_a_graph_takes(name: str, argument: int, taken: bool) -> None:
+    assert takes_fed(name, argument) is taken
 
 
 def test_a_fed_number_on_integers_promotes_as_in_eager() -> None:
