@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from coexec.backends.fed import NotLowerableError
+from coexec.backends.fed import NotLowerableError, takes_fed
 from coexec.backends.lower import lower
 from coexec.backends.spec import Mode, SpecError
 from tests.backends.programs import PROGRAMS
@@ -96,6 +96,22 @@ def test_fed_numbers_follow_eager(name: str, dtype: torch.dtype) -> None:
     assert not torch.equal(changed[0], results[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "taken"),
+    [
+        ("aten::add.Tensor", 2, True),
+        ("aten::_foreach_mul_.Scalar", 1, True),
+        ("aten::full", 1, True),
+        ("aten::native_layer_norm", 4, False),
+        ("aten::pow.Tensor_Scalar", 1, False),
+        ("aten::pow.Scalar", 0, True),
+        ("aten::add.out", 2, False),
+    ],
+)
+def test_which_numbers_a_graph_takes(name: str, argument: int, taken: bool) -> None:
+    assert takes_fed(name, argument) is taken
+
+
 def test_a_fed_number_on_integers_promotes_as_in_eager() -> None:
     a = torch.arange(6)
     for op in (lambda n: a * n, lambda n: a / n, lambda n: a + n):
@@ -118,6 +134,49 @@ def test_in_place_foreach_returns_nothing_and_writes_its_inputs() -> None:
     recording = fed(build)
     results, _ = run_graph(lower(recording.spec, {}), recording)
     for got, expected in zip(results, recording.mutated, strict=True):
+        assert_near(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (6, 9, 5), (3, 9, 4, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batch_norm_backward_of_any_number_of_dimensions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Without the dimensions behind the channels there is nothing to sum up in a sample."""
+    torch.manual_seed(3)
+    images, grad, weight = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype), torch.rand(9, dtype=dtype)
+    _, mean, inverse = torch.ops.aten.native_batch_norm(images, weight, None, None, None, True, 0.1, 1e-5)
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        return torch.ops.aten.native_batch_norm_backward(
+            grad, images, weight, None, None, mean, inverse, True, 1e-5, [True, True, True]
+        )
+
+    recording = record(run)
+    results, _ = run_graph(lower(recording.spec, {}), recording)
+    for got, expected in zip(results, recording.outputs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+FOREACH: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "twice": lambda a, b: torch._foreach_mul_([a, a], 0.9),
+    "reads what it wrote": lambda a, b: torch._foreach_add_([a, b], [b, a], alpha=2),
+    "through a view": lambda a, b: torch._foreach_mul_([a, a[1:]], [0.9, 0.8]),
+    "a tensor of its own": lambda a, b: torch._foreach_addcdiv_([a, b], [b, b], [b, a.abs() + 1], 0.5),
+    "apart": lambda a, b: torch._foreach_add_([a, b], [a, b]),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_in_place_foreach_runs_element_by_element(name: str) -> None:
+    """Found by random programs: `_foreach_mul_([a, a], 0.9)` multiplies twice."""
+    a, b = x() + 3, x().flip(0) + 3
+
+    def run(_: Recorder) -> Sequence[torch.Tensor]:
+        FOREACH[name](a, b)
+        return [a * 1, b * 1]
+
+    recording = record(run)
+    results, _ = run_graph(lower(recording.spec, {}), recording)
+    for got, expected in zip(results, recording.outputs + recording.mutated, strict=True):
         assert_near(got, expected)
 
 

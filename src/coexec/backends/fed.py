@@ -7,6 +7,7 @@ operands and number are converted to the computation dtype, the formula runs the
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
-from coexec.backends.ops import Fed, Overload
+from coexec.backends.ops import Fed, Overload, resolve
 from coexec.errors import CoexecError
 
 Named = dict[str, Any]
@@ -41,6 +42,17 @@ class NotLowerableError(CoexecError):
 def has_fed(named: Named) -> bool:
     """Some argument is a fed number."""
     return any(isinstance(v, Fed) or _has_fed_item(v) for v in named.values())
+
+
+@functools.cache
+def takes_fed(name: str, argument: int) -> bool:
+    """Whether argument number `argument` of op `name`, a number, can be an input of a compiled graph."""
+    overload = resolve(name)
+    base = overload.base.rstrip("_").removeprefix("_foreach_")
+    parameter = overload.parameters[argument].name
+    if (base == "pow" and parameter == "exponent") or any(p.name == "out" for p in overload.parameters):
+        return False
+    return base in FORMULAS or base in CREATORS
 
 
 def call_fed(name: str, overload: Overload, named: Named, number: Number) -> Any:

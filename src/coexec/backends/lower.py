@@ -21,9 +21,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from coexec.backends.aliasing import Plan, check_writes, plan_inputs
 from coexec.backends.draws import call_draw, return_unused_draws
 from coexec.backends.fed import NotLowerableError, call_fed, has_fed
-from coexec.backends.ops import call, decode, draws, flatten_results, resolve, torch_dtype
+from coexec.backends.ops import Overload, call, decode, draws, flatten_results, resolve, torch_dtype, written_values
 from coexec.backends.publish import mark
-from coexec.backends.spec import NumberInput, Op, Publish, SegmentSpec, TensorInput, Value, check_spec, used_values
+from coexec.backends.spec import (
+    NumberInput,
+    Op,
+    Publish,
+    SegmentSpec,
+    TensorInput,
+    TensorListArg,
+    Value,
+    check_spec,
+    used_values,
+)
 from coexec.backends.symbolic import SymbolicSpec
 
 LOWERING_VERSION = 2
@@ -72,15 +82,20 @@ def _native_batch_norm_backward(named: dict[str, Any]) -> list[torch.Tensor | No
     if not named["train"] or x.dtype != torch.float32:
         return flatten_results(aten.native_batch_norm_backward(*named.values()))
     shape = [1, -1] + [1] * (x.dim() - 2)
-    dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+    count = x.numel() // x.shape[1]
     centered, inverse = x - named["save_mean"].view(shape), named["save_invstd"]
-    total = grad.sum(dims[1:]).sum(0, dtype=torch.float64)
-    dot = (grad * centered).sum(dims[1:]).sum(0, dtype=torch.float64)
+    total, dot = _sum_of_samples(grad), _sum_of_samples(grad * centered)
     slope = (dot * inverse * inverse / count).to(x.dtype).view(shape)
     scale = inverse if named["weight"] is None else inverse * named["weight"]
     grad_input = (grad - (total / count).to(x.dtype).view(shape) - centered * slope) * scale.view(shape)
     results = [grad_input, (dot * inverse).to(x.dtype), total.to(x.dtype)]
     return [t if wanted else None for t, wanted in zip(results, named["output_mask"], strict=True)]
+
+
+def _sum_of_samples(x: torch.Tensor) -> torch.Tensor:
+    """Per channel; an empty list of dimensions would mean all of them."""
+    per_sample = x.sum(list(range(2, x.dim()))) if x.dim() > 2 else x
+    return per_sample.sum(0, dtype=torch.float64)
 
 
 def _scaled_add(self: Any, other: Any, *, alpha: Any = 1) -> Any:
@@ -249,7 +264,21 @@ class _Lowering:
             return call_draw(op, overload, named)
         if op.op in SPELLED_OUT:
             return SPELLED_OUT[op.op](named)
+        if overload.base.startswith("_foreach_") and self.writes_one_for_another(op):
+            return _one_by_one(overload, named)
         return call(overload, named)
+
+    def writes_one_for_another(self, op: Op) -> bool:
+        """Whether an element of a foreach op is written before a later one reads it: the op out of place reads all
+        elements first."""
+        written: set[int] = set()
+        lists = [arg.values for arg in op.args if isinstance(arg, TensorListArg)]
+        for target, *others in zip(*lists, strict=False) if written_values(op) else ():
+            element = [self.recorded[v].storage for v in (target, *others) if v is not None]
+            if not written.isdisjoint(element):
+                return True
+            written.add(element[0])
+        return False
 
     def bind(self, op: Op, out: Value, tensor: torch.Tensor | None) -> None:
         """Let `tensor` stand for `out`, laid out as eager laid it out."""
@@ -310,6 +339,13 @@ def _laid_out(tensor: torch.Tensor, value: Value) -> torch.Tensor:
     if tensor.stride() == value.strides:
         return tensor.clone(memory_format=torch.preserve_format)
     return torch.empty_strided(value.sizes, value.strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _one_by_one(overload: Overload, named: dict[str, Any]) -> list[torch.Tensor | None]:
+    """An in-place foreach op as eager runs it: element by element."""
+    for position in range(len(named["self"])):
+        call(overload, {k: v[position : position + 1] if isinstance(v, list) else v for k, v in named.items()})
+    return []  # it returns nothing
 
 
 def same_strides(sizes: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:

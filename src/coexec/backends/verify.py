@@ -95,6 +95,17 @@ def verify(
     Raises:
         SpecError: the recorded ops do not do what the segment says.
     """
+    return check(spec, load(library), inputs, generator_state, timed)
+
+
+def check(
+    spec: SegmentSpec,
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    generator_state: torch.Tensor | None = None,
+    timed: bool = True,
+) -> Report:
+    """As :func:`verify`, of a function that does what an artifact does."""
     publish.register_publish()
     if spec.publishes and not publish.receives_here():
         raise InternalError("An artifact that publishes can only be checked in a process without the native core.")
@@ -102,11 +113,11 @@ def verify(
     state = before if generator_state is None else generator_state
     torch.set_num_threads(spec.threads)
     try:
-        check = _Check(spec, load(library), inputs, state)
-        check.values()
-        if timed and check.report.accepted:
-            check.time()
-        return check.report
+        found = _Check(spec, run, inputs, state)
+        found.values()
+        if timed and found.report.accepted:
+            found.time()
+        return found.report
     finally:
         torch.set_rng_state(before)
         torch.set_num_threads(threads)

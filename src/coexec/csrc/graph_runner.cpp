@@ -171,7 +171,7 @@ void GraphRunner::run_iteration() {
   adopt_thread_state();
   Iteration& it = *it_;
   replay_until_ = 0;
-  timed_ = nullptr;
+  timed_ = learning_ = nullptr;
   seen_at_.assign(program_->size(), -1);
   WarningsForPython warnings(&it);
   c10::WarningUtils::WarningHandlerGuard collect(&warnings);
@@ -194,6 +194,8 @@ void GraphRunner::run_iteration() {
     if (!it.wait_entry(i, &stats_.stall_s))
       return;
     Entry& e = it.entry(i);
+    if (learning_)
+      learn_sources(e, i);
     auto t0 = Clock::now();
     try {
       it.release_frees(e);

@@ -74,6 +74,8 @@ class GraphRunner {
   at::Tensor computed(const SegmentInput& in, int64_t before);
   const Geometry* geometry_of(int32_t slot, int64_t before);
   void remember_sources(const Segment& s, int64_t at);
+  void remember_source(const SegmentInput& in, const Entry& e);
+  void learn_sources(const Entry& e, int64_t at);
   std::optional<std::string> unexpected_survivor(const Segment& s, int64_t at);
   void commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results);
   void capture_inputs(Entry& e);
@@ -95,6 +97,9 @@ class GraphRunner {
   std::vector<int64_t> seen_at_; // per node: log index of its latest entry; see geometry_of
   const Segment* timed_ = nullptr; // a segment in its trial that is being replayed, with the seconds so far
   double timed_s_ = 0;
+  // One that was given up because Python waits for it while it waits for an input: replayed, to predict it from now on.
+  const Segment* learning_ = nullptr;
+  int64_t learning_base_ = 0;
   const char* misfit_ = ""; // why the latest version that was tried did not fit
   int64_t replay_until_ = 0; // log index up to which a discarded segment is replayed
 };

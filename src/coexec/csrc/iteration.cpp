@@ -199,8 +199,8 @@ bool Iteration::wait_input(int64_t i, double* stalled_s) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   bool there = false, give_up = false;
   while (!there && !give_up) {
-    there = size_.load(std::memory_order_acquire) > i;
     give_up = closed_.load() || python_waits_for_.load() != INT64_MAX;
+    there = size_.load(std::memory_order_acquire) > i; // last: Python shows its entries before it waits
     if (!there && !give_up)
       graph_cv_.wait_for(l, std::chrono::microseconds(200));
   }

@@ -203,6 +203,8 @@ const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
       return nullptr;
     }
     if (!it.wait_input(run->base + position, &stats_.stall_s)) {
+      learning_ = waiting;
+      learning_base_ = run->base;
       give_up(*waiting, run->base, "an input was not there");
       return nullptr;
     }
@@ -334,29 +336,44 @@ std::optional<std::string> GraphRunner::unexpected_survivor(const Segment& s, in
   return std::nullopt;
 }
 
-void GraphRunner::remember_sources(const Segment& s, int64_t at) {
-  for (const auto& in : s.inputs) {
-    if (!in.geometry || in.slot >= 0)
+void GraphRunner::remember_source(const SegmentInput& in, const Entry& e) {
+  at::Tensor t = segment_argument(e, in.input);
+  if (!t.defined())
+    return;
+  auto* p = t.storage().unsafeGetStorageImpl();
+  in.step_argument = -1;
+  for (size_t k = 0; k < inputs_.size(); k++) {
+    const auto& x = inputs_[k];
+    auto alive = x.storage ? x.alive.lock() : c10::intrusive_ptr<c10::StorageImpl>();
+    if (!alive)
       continue;
-    at::Tensor t = segment_argument(it_->entry(at + in.position), in.input);
-    if (!t.defined())
-      continue;
-    auto* p = t.storage().unsafeGetStorageImpl();
-    in.step_argument = -1;
-    for (size_t k = 0; k < inputs_.size(); k++) {
-      const auto& x = inputs_[k];
-      auto alive = x.storage ? x.alive.lock() : c10::intrusive_ptr<c10::StorageImpl>();
-      if (!alive)
-        continue;
-      bool same = x.storage == p && matches_shape(*x.geometry, *t.unsafeGetTensorImpl());
-      bool copied = !same && is_foreign(x.storage) && same_bytes(t, tensor_over(c10::Storage(alive), *x.geometry));
-      if (same || copied)
-        in.step_argument = static_cast<int32_t>(k);
-    }
-    in.last = c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p));
-    in.last_geometry = intern_of(*t.unsafeGetTensorImpl());
-    in.has_last = true;
+    bool same = x.storage == p && matches_shape(*x.geometry, *t.unsafeGetTensorImpl());
+    bool copied = !same && is_foreign(x.storage) && same_bytes(t, tensor_over(c10::Storage(alive), *x.geometry));
+    if (same || copied)
+      in.step_argument = static_cast<int32_t>(k);
   }
+  in.last = c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p));
+  in.last_geometry = intern_of(*t.unsafeGetTensorImpl());
+  in.has_last = true;
+}
+
+void GraphRunner::remember_sources(const Segment& s, int64_t at) {
+  for (const auto& in : s.inputs)
+    if (in.geometry && in.slot < 0)
+      remember_source(in, it_->entry(at + in.position));
+}
+
+// Where the inputs of a segment come from that cannot start before it knows: Python stops inside it, at a value that it
+// computes, before it names them.
+void GraphRunner::learn_sources(const Entry& e, int64_t at) {
+  auto position = static_cast<size_t>(at - learning_base_);
+  if (position >= learning_->nodes.size() || e.node->id != learning_->nodes[position]) {
+    learning_ = nullptr;
+    return;
+  }
+  for (const auto& in : learning_->inputs)
+    if (in.geometry && in.slot < 0 && in.position == static_cast<int32_t>(position))
+      remember_source(in, e);
 }
 
 void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results) {

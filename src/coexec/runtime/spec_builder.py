@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coexec.backends.aliasing import covering_inputs
-from coexec.backends.fed import NotLowerableError
+from coexec.backends.fed import NotLowerableError, takes_fed
 from coexec.backends.spec import (
     ITEM_BYTES,
     Arg,
@@ -382,7 +382,7 @@ def _arguments(builder: _Builder, position: int, op: DescribedOp, ids: list[int]
         elif kind == "wrapped":
             args.append(_wrapped(builder, position, index, fed, dtype, value))
         elif kind == "number" and fed:
-            args.append(_fed(builder, position, index, value))
+            args.append(_fed(builder, position, index, value, takes_fed(op.name, index)))
         elif isinstance(value, tuple) and value[:1] == ("device",):
             args.append(Const(value[1], "device"))
         else:
@@ -396,8 +396,13 @@ def _wrapped(builder: _Builder, position: int, index: int, fed: bool, dtype: str
     return FedWrapped(_number(builder, position, index, -1, value), dtype)
 
 
-def _fed(builder: _Builder, position: int, index: int, value: Any) -> Arg:
-    """A number that varies. Integers that decide sizes do not reach the artifact: another value is another variant."""
+def _fed(builder: _Builder, position: int, index: int, value: Any, can_be_input: bool) -> Arg:
+    """A number that varies. Where the artifact cannot take it as an input, it is made for this value and checked for
+    it. Integers that decide sizes do not reach the artifact: another value is another variant."""
+    decides_no_size = isinstance(value, float | complex) or (isinstance(value, tuple) and float in map(type, value))
+    if decides_no_size and not can_be_input:
+        builder.number_checks.append((position, index))
+        return Const(value)
     if isinstance(value, tuple):
         if not value or not all(isinstance(item, float) for item in value):
             return Const(value)

@@ -1,0 +1,61 @@
+"""What a compiled segment needs before it can start: memory that Python names late, and numbers that no graph takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.coexec.harness import Program
+from tests.coexec.programs import batch
+from tests.coexec.test_compiled import Pair, classifier, wide
+
+pytestmark = pytest.mark.compile
+
+
+def test_weights_that_are_named_behind_a_read_inside_the_segment() -> None:
+    """The forward pass reads a weight transposed; the weight itself comes up behind `item()`, where Python waits."""
+
+    def make() -> Program:
+        model = classifier()
+        seen: list[float] = []
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> float:
+            loss = nn.functional.cross_entropy(model(x), y)
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            seen.append(loss.item())
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), grads, strict=True):
+                    p -= 0.1 * g
+            return seen[-1]
+
+        return Program(step, wide, lambda: (model, seen[-1:]))
+
+    pair = Pair(make)
+    pair.settle()
+    before = pair.compiled_runs()
+    pair.run(20)
+    assert pair.compiled_runs() - before >= 8, pair.why()  # in a trial every second pass is replayed
+
+
+def test_a_number_that_no_graph_can_take() -> None:
+    """`eps` of a normalization is compiled as a constant and checked: another value is another artifact."""
+
+    def make() -> Program:
+        model = nn.Linear(16, 64)
+
+        def step(x: torch.Tensor, eps: float) -> torch.Tensor:
+            with torch.no_grad():
+                h = nn.functional.layer_norm(model(x).tanh(), (64,), eps=eps)
+                return (h * h.sigmoid()).exp().mean(1)
+
+        return Program(step, lambda i: (batch(i, 32, 16), 1e-5 if i < 40 else 0.1 if i < 90 else 1e-5))
+
+    pair = Pair(make)
+    pair.settle(rounds=4)
+    pair.run(max(41 - pair.iteration, 0))  # until it was seen to vary
+    before = pair.compiled_runs()
+    pair.settle(rounds=3)
+    pair.run(12)
+    assert pair.compiled_runs() > before, pair.why()
+    pair.run(max(96 - pair.iteration, 0))  # not the value that was compiled: right, by replay
