@@ -61,7 +61,7 @@ def postgresql_server() -> Iterator[str]:
     if given:
         yield given
         return
-    if not list(Path("/usr/lib/postgresql").glob("*/bin")):
+    if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
         pytest.skip("needs PostgreSQL: Debian's package postgresql, or a URL in COEXEC_TEST_POSTGRESQL")
     # A short path: the name of a Unix socket is limited to about 100 bytes.
     folder = tempfile.mkdtemp(prefix="coexec-pg-")
