@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <chrono>
 #include <thread>
+#include "raised.h"
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -227,7 +228,7 @@ void Iteration::set_failed(int64_t at, std::exception_ptr e) {
 double Iteration::wait_done(int64_t n, bool raise, Signals signals) {
   double s = wait_done_or_published(n, -1, nullptr, signals);
   if (raise && failed() && failed_at_.load() < n)
-    std::rethrow_exception(error_);
+    throw_again(error_);
   return s;
 }
 
