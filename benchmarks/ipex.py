@@ -74,7 +74,19 @@ def download(python: Path, wheels: Path, limit_bytes: int) -> int:
     """Fetch what is required into `wheels`; returns its size in bytes. Errors: SystemExit at the limit."""
     wheels.mkdir(parents=True, exist_ok=True)
     pinned = [name for name in resolved(python) if name.partition("==")[0] not in UNUSED]
-    words = [python, "-m", "pip", "download", "--no-deps", "--progress-bar", "off", "--dest", wheels, *pinned]
+    words = [
+        python,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--progress-bar",
+        "off",
+        "--dest",
+        wheels,
+        *pinned,
+    ]
     with subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True) as pip:
         try:
             fetch_within(pip.stdout or (), limit_bytes)
