@@ -1,7 +1,7 @@
 """Intel Extension for PyTorch as a backend, in an environment of its own: its last release is for torch 2.8 alone.
 
     python -m benchmarks.ipex                                 # everything, in out/ipex
-    python -m benchmarks.ipex --models resnet50 vit --candidates ipex,inductor-freezing
+    python -m benchmarks.ipex --models resnet50 vit --candidates ipex,inductor-freezing,torchscript
     python -m benchmarks.ipex --only-build --limit-gb 4
 
 1. Asks pip what torch 2.8 and IPEX 2.8 need, and fetches it: pip says how large a file is before it fetches it, and the
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only-build", action="store_true", help="only fetch and install")
     parser.add_argument("--models", nargs="+", default=["lenet", "resnet18", "mobilenet_v2"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
-    parser.add_argument("--candidates", default="ipex,torchscript,inductor,inductor-freezing")
+    parser.add_argument("--candidates", default="ipex", help="backends to choose from, separated by commas")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the result there")
     return parser.parse_args()
