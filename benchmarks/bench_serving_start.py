@@ -5,7 +5,8 @@
 
 Each sample is a fresh process. `coexec` serves what the store knows and compiles nothing; which backends served is
 printed, since a graph that was never tuned would start fast too. `torch.compile` starts with its caches on disk warm:
-one process before fills them. Both begin with torch imported and the model built, so that what differs is capture,
+one process before fills them; the compiler's modules that a process has loaded are in the JSON, and said where coexec
+loaded one. Both begin with torch imported and the model built, so that what differs is capture,
 compilation or loading, and the call. The whole life of the process is in the JSON. A ratio above 1: coexec is faster.
 """
 
@@ -77,14 +78,17 @@ def start_once(name: str, side: str, options: argparse.Namespace) -> dict[str, A
     life_s = time.perf_counter() - start_s
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"first_s": answer["first_s"], "life_s": life_s, "cpu_s": cpu_s, "counters": answer.get("counters", {})}
+    facts = {"counters": answer.get("counters", {}), "compilers": answer["compilers"]}
+    return {"first_s": answer["first_s"], "life_s": life_s, "cpu_s": cpu_s, **facts}
 
 
 def account(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether coexec really served: how many graphs which backends ran, and how many ran eagerly for want of tuning."""
+    """Whether coexec really served: how many graphs which backends ran, how many ran eagerly, and what compiled."""
     counts = samples[-1]["counters"]
     served = {k.removeprefix("serve."): n for k, n in counts.items() if k.startswith("serve.")}
-    return {"served": served, "not_served": {k: n for k, n in counts.items() if k.startswith("eager.")}}
+    compilers = sorted({name for sample in samples for name in sample["compilers"]})
+    not_served = {k: n for k, n in counts.items() if k.startswith("eager.")}
+    return {"served": served, "not_served": not_served, "compilers": compilers}
 
 
 def print_model(name: str, found: dict[str, Any]) -> None:
@@ -95,6 +99,7 @@ def print_model(name: str, found: dict[str, Any]) -> None:
     mine, theirs = (median(sample["first_s"] for sample in found["samples"][side]) for side in (COEXEC, COMPILE))
     interval = f"{found['ratio']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
     words = ", ".join(f"{k} {n}" for k, n in {**found["served"], **found["not_served"]}.items())
+    words += f"; COMPILED: {', '.join(found['compilers'])}" if found["compilers"] else ""
     print(f"{name:<22}{mine:10.2f}{theirs:17.2f}{interval:>27}  {words}", flush=True)
 
 

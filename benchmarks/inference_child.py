@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,8 @@ from examples.demo.child import resident_bytes, serve
 EAGER, COLLECT, COEXEC, INDUCTOR = "eager", "collect", "coexec", "inductor"
 WARM_CALLS = 5
 CHECK_SEEDS = (1, 2)
+COMPILERS = ("torch._inductor.compile_fx", "onnxscript")
+"""Front ends of compilers: no process needs them to run what is compiled."""
 
 
 class Worker:
@@ -66,7 +69,8 @@ class Worker:
         first_s = time.perf_counter() - start_s
         for _ in range(WARM_CALLS):
             self.run(*self.inputs)
-        return {"first_s": first_s, "rss_bytes": resident_bytes(), **self._account()}
+        compilers = [name for name in COMPILERS if name in sys.modules]
+        return {"first_s": first_s, "rss_bytes": resident_bytes(), "compilers": compilers, **self._account()}
 
     def do_check(self, batch: int) -> dict[str, Any]:
         """Compares with eager and with float64 on several inputs; `excess` above 1 is wrong (see correctness.py).

@@ -17,13 +17,13 @@ from coexec.tuning.standing import Facts, Standing
 from coexec.tuning.turns import timing_of
 
 
-def decide(store: Store, digest: str, candidate_name: str) -> None:
+def decide(store: Store, digest: str, candidate_name: str, threads: int | None = None) -> None:
     """Build the candidate for a stored graph and decide for it; planted-slow is measured as slower than eager."""
     info, path = store.subgraph(digest), store.program(digest)
     assert info is not None
     assert path is not None
     program, candidate = load_program(path), registry.get(candidate_name)
-    threads = torch.get_num_threads()
+    threads = threads or torch.get_num_threads()
     environment = environment_of(custom_ops_of_text(info.text), threads)
     facts = Facts(
         digest, info.program, environment, shape_class_of(program.inputs), *constants_digests(program), threads

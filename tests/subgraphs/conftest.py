@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from coexec.subgraphs.location import StoreLocation, private_location, shared_lo
 from coexec.subgraphs.store import Store
 from coexec.subgraphs.trust import Keyring
 
+ROOT = Path(__file__).resolve().parents[2]
 MakeStore = Callable[..., Store]
 
 
@@ -61,38 +61,20 @@ def postgresql_server() -> Iterator[str]:
     if given:
         yield given
         return
-    binaries = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    if not binaries:
+    if not list(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
         pytest.skip("needs PostgreSQL: Debian's package postgresql, or a URL in COEXEC_TEST_POSTGRESQL")
     # A short path: the name of a Unix socket is limited to about 100 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="coexec-pg-"))
-    user = _server_user(folder)
+    folder = tempfile.mkdtemp(prefix="coexec-pg-")
     try:
-        yield _start_server(binaries[-1], folder, user)
+        yield _server("start", folder)
     finally:
-        _as_user([binaries[-1] / "pg_ctl", "-D", folder / "data", "-m", "immediate", "stop"], user, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        _server("stop", folder)
 
 
-def _server_user(folder: Path) -> str | None:
-    """PostgreSQL refuses to run as root."""
-    if os.geteuid() != 0:
-        return None
-    shutil.chown(folder, user="postgres")
-    return "postgres"
-
-
-def _start_server(binaries: Path, folder: Path, user: str | None) -> str:
-    _as_user([binaries / "initdb", "-D", folder / "data", "-U", "tester", "-A", "trust", "--no-sync"], user)
-    options = f"-k {folder} -c listen_addresses='' -c fsync=off -c max_connections=40"
-    log = folder / "log"
-    _as_user([binaries / "pg_ctl", "-D", folder / "data", "-o", options, "-l", log, "-w", "start"], user)
-    return f"postgresql+psycopg://tester@/postgres?host={folder}"
-
-
-def _as_user(command: list[object], user: str | None, check: bool = True) -> None:
-    words = [str(word) for word in command]
-    subprocess.run(words, user=user, check=check, cwd="/", capture_output=True, timeout=120)
+def _server(command: str, folder: str) -> str:
+    done = subprocess.run([ROOT / ".ci" / "postgresql", command, folder], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @pytest.fixture

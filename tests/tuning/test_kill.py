@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,49 +14,15 @@ from coexec.subgraphs.store import Store
 from coexec.tuning.markers import DEATHS, Markers
 from coexec.tuning.process_tree import tree
 from tests.tuning.graphs import climbing, key_of, store_with
+from tests.tuning.killed import assert_gone, committed, start_tuner
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("planted-slow-build", "planted-slow", "planted-refuses", "planted-fast")
-
-TUNER = """
-import sys
-from pathlib import Path
-from coexec.subgraphs.location import private_location
-from coexec.subgraphs.store import Store
-from coexec.tuning import tune
-report = tune(
-    Store(private_location(Path(sys.argv[1]))), threads=1, rounds=(3, 4), busy_retries=0, attempt_s=20,
-    candidates=sys.argv[2].split(), progress=lambda event: print(event.stage, flush=True),
-)
-print("complete" if all(graph.complete for graph in report.graphs) else "incomplete", flush=True)
-"""
-
-
-def start_tuner(store: Store, planted_folder: Path) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(planted_folder), str(ROOT / "src"), str(ROOT)])
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", TUNER, str(store.location.folder), " ".join(NAMES)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def committed(store: Store) -> tuple[dict[str, object], set[str]]:
-    """What the store says has been tried (by graph, environment, candidate), and the ids of its measurements."""
-    tried = {
-        f"{decision.subgraph} {decision.environment} {name}": entry
-        for decision in store.decisions()
-        for name, entry in decision.options["tried"].items()
-    }
-    ids = {m.id for info in store.subgraphs() for m in store.measurements(info.digest)}
-    return tried, ids
 
 
 def kill_at_random(store: Store, planted_folder: Path, kills: int, seed: int) -> None:
     generator = random.Random(seed)
     for _ in range(kills):
-        tuner = start_tuner(store, planted_folder)
+        tuner = start_tuner(store, NAMES, planted_folder)
         before = committed(store)
         assert tuner.stdout is not None
         for _ in range(generator.randint(1, 9)):  # events: it kills in every stage
@@ -74,23 +37,8 @@ def kill_at_random(store: Store, planted_folder: Path, kills: int, seed: int) ->
         assert_gone(processes)
 
 
-def assert_gone(processes: list[int]) -> None:
-    """The children end with the tuner, also those that were stopped between their turns."""
-    deadline_s = time.monotonic() + 10
-    while any(is_alive(pid) for pid in processes) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert [pid for pid in processes if is_alive(pid)] == []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def finish(store: Store, planted_folder: Path) -> None:
-    tuner = start_tuner(store, planted_folder)
+    tuner = start_tuner(store, NAMES, planted_folder)
     out, _ = tuner.communicate(timeout=150)
     assert out.splitlines()[-1] == "complete"
     for info in store.subgraphs():
