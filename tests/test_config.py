@@ -97,6 +97,21 @@ def test_private_folder_is_made_private_and_an_open_one_refused(
         config.private_cache_dir("native")
 
 
+def test_a_private_folder_in_one_that_others_may_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could put another one in its place."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(cache))
+    config.private_cache_dir("native")
+    assert cache.stat().st_mode & 0o777 == 0o700
+    cache.chmod(0o775)
+    with pytest.raises(errors.CacheFolderError, match=rf"{cache} can be written by others \(mode 775; `chmod go-w"):
+        config.private_cache_dir("native")
+    cache.chmod(0o755)
+    config.private_cache_dir("native")
+
+
 def test_cache_folder_below_a_file_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "file"))

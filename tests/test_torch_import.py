@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import coexec
@@ -65,3 +67,21 @@ def test_every_module_can_be_the_first() -> None:
             [sys.executable, "-c", f"import coexec.{name}"], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{name}: {done.stderr}"
+
+
+BACKEND = """
+import sys
+{imports}
+from torch._dynamo.backends import registry
+found = registry._BACKENDS["coexec"]
+assert found.value == "coexec.dynamo_backend:coexec_backend" and "coexec.dynamo_backend" not in sys.modules
+print(registry.lookup_backend("coexec").__name__)
+"""
+
+
+@pytest.mark.parametrize("imports", ["import coexec, torch", "import torch._dynamo, coexec"])
+def test_the_backend_is_known_without_an_installed_entry_point(imports: str) -> None:
+    hidden = "import importlib.metadata as m; m.entry_points = lambda **_: m.EntryPoints()"
+    program = hidden + BACKEND.format(imports=imports)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "coexec_backend", done.stderr

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from coexec.torch_import import after_torch_is_imported
+from coexec.torch_import import after_import, after_torch_is_imported
 
 if TYPE_CHECKING:
     from coexec.api import CoExecModule, CoExecutable, compile, materialize, reset, step
@@ -33,5 +34,17 @@ def _install_wrappers() -> None:
     install_wrappers()
 
 
+DYNAMO_REGISTRY = "torch._dynamo.backends.registry"
+
+
+def _register_backend() -> None:
+    """`torch.compile(backend="coexec")` from a checkout on PYTHONPATH, which has no entry point installed."""
+    from importlib.metadata import EntryPoint
+
+    known: dict[str, EntryPoint | None] = getattr(sys.modules[DYNAMO_REGISTRY], "_BACKENDS", {})
+    known.setdefault("coexec", EntryPoint("coexec", "coexec.dynamo_backend:coexec_backend", "torch_dynamo_backends"))
+
+
 # Not when the first step runs: programs capture functions (`from torch import tensor`) right after their imports.
 after_torch_is_imported(_install_wrappers)
+after_import(DYNAMO_REGISTRY, _register_backend)

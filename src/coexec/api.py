@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
 
-from coexec.config import Options, disabled, make_options
-from coexec.errors import NotCallableError
+from coexec.config import Options, disabled, make_options, settings
+from coexec.errors import NotAStepError, NotCallableError
 from coexec.runtime.dynamo import stay_out_of_dynamo
 from coexec.runtime.explain import explain
 from coexec.runtime.stats import StepStats
@@ -43,8 +44,8 @@ class CoExecutable:
         return self._runner.call(self._function, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A compiled method stays a method: one program per function, `self` is an argument."""
-        return self if instance is None else functools.partial(self, instance)
+        """A compiled method stays a method, with stats() and the rest: one program per function, `self` an argument."""
+        return self if instance is None else MethodType(self, instance)
 
     # ------------------------------------------------------------------------------------------------------ asking
 
@@ -57,9 +58,18 @@ class CoExecutable:
         return explain(self._runner)
 
     def wait_compiled(self, timeout_s: float = 600.0) -> bool:
-        """Blocks until background compilation has finished and can be adopted by the next call.
+        """Waits for what is under way in the background: the native core's build, then this step's compilations.
 
-        Returns False if `timeout_s` (seconds) passed first.
+        It calls nothing and starts nothing: a step is compiled a few calls after it has settled, so True also comes
+        when there is nothing to wait for (yet). Call the step until `stats().phase` is "co-execution" and a few times
+        more, then this; the next call adopts what was compiled. Code that turns out wrong or slower is not used.
+
+        Args:
+            timeout_s: seconds.
+
+        Returns:
+            Whether nothing is under way any more. False: `timeout_s` passed first, or there will be no native core
+            (`explain()` says why).
         """
         return self._runner.wait_compiled(timeout_s)
 
@@ -209,7 +219,9 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
         `wait_compiled()` and `trace_graph`.
 
     Raises:
-        NotCallableError, UnknownOptionError, OptionValueError: as their names say.
+        NotCallableError, UnknownOptionError, OptionValueError: as their names say; the latter also for an environment
+            variable.
+        NotAStepError: an async function, a generator function or a class.
 
     Example:
         >>> @coexec.compile
@@ -219,15 +231,30 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
         ...     return loss.item()
     """
     checked = make_options(**options)
+    settings()  # a variable that means nothing is an error here, and not when a step first asks for it
     if fn_or_module is None:
         return lambda f: compile(f, **options)
-    if isinstance(fn_or_module, CoExecutable | CoExecModule):
+    if isinstance(getattr(fn_or_module, "__func__", fn_or_module), CoExecutable | CoExecModule):
         return fn_or_module
     if isinstance(fn_or_module, torch.nn.Module):
         return CoExecModule(fn_or_module, checked)
     if not callable(fn_or_module):
         raise NotCallableError(fn_or_module)
+    if kind := _no_step(fn_or_module):
+        raise NotAStepError(fn_or_module, kind)
     return CoExecutable(fn_or_module, checked)
+
+
+def _no_step(function: Callable[..., Any]) -> str:
+    """What `function` is, if the work of a call to it is done after the call has returned, or elsewhere; else ''."""
+    if isinstance(function, type):
+        return "class"
+    for call in (function, type(function).__call__):
+        if inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call):
+            return "async function"
+        if inspect.isgeneratorfunction(call):
+            return "generator function"
+    return ""
 
 
 _blocks: dict[Any, StepRunner] = {}
@@ -243,6 +270,7 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         checked = make_options(**options)
+        settings()  # as in `compile`
         frame = sys._getframe(1)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self._runner = _blocks.setdefault((name or place, checked), StepRunner(name or place, checked))
@@ -270,6 +298,11 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
     def wait_compiled(self, timeout_s: float = 600.0) -> bool:
         """As CoExecutable.wait_compiled."""
         return self._runner.wait_compiled(timeout_s)
+
+    @property
+    def trace_graph(self) -> Any:
+        """As CoExecutable.trace_graph."""
+        return self._runner.graph_view()
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,8 +57,9 @@ class Options:
     )
     dynamic: bool | None = _declare(
         None,
-        "reserved: compile with symbolic sizes. Not available yet (other sizes are replayed), so True is refused",
-        choices=(None, False),
+        "compile with symbolic sizes: None once a second size is seen, True also instead of code for one size, False "
+        "never (code for the most frequent sizes instead)",
+        choices=(None, True, False),
         in_key=True,
     )
     mode: str = _declare(
@@ -181,9 +182,16 @@ def private_cache_dir(name: str) -> Path:
     """Returns the folder `name` of the cache, created with mode 0700: what lies in it is loaded as native code.
 
     Raises:
-        CacheFolderError: it cannot be created, belongs to somebody else, or others may write to it.
+        CacheFolderError: it or the cache folder itself cannot be created, belongs to somebody else, or can be written
+            by others.
     """
     folder = cache_dir() / name
+    for private in (folder.parent, folder):  # who may write to the outer one can put another in the place of the inner
+        _make_private(private)
+    return folder
+
+
+def _make_private(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.stat()
@@ -192,8 +200,8 @@ def private_cache_dir(name: str) -> Path:
     if facts.st_uid not in (os.geteuid(), 0):
         raise CacheFolderError(folder, f"belongs to user id {facts.st_uid}, not to you ({os.geteuid()})")
     if facts.st_mode & 0o022:
-        raise CacheFolderError(folder, f"can be written by others (mode {facts.st_mode & 0o777:o})")
-    return folder
+        reason = f"can be written by others (mode {facts.st_mode & 0o777:o}; `chmod go-w {folder}` makes it private)"
+        raise CacheFolderError(folder, reason)
 
 
 def describe() -> str:

@@ -11,8 +11,10 @@ its own. A region of which no graph has a faster backend runs as Dynamo's own gr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +25,15 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from coexec import choose
+from coexec.backends.candidates import registry
 from coexec.choose import EAGER, Graph, Installed, NotInstalledError
-from coexec.errors import OptionValueError, UnknownOptionError
+from coexec.config import private_cache_dir
+from coexec.errors import CacheFolderError, OptionValueError, UnknownOptionError
 from coexec.subgraphs.errors import UnkeyableGraphError
 from coexec.subgraphs.store import Store, open_store
 from coexec.tuning.fast_eager import fast_eager
 from coexec.tuning.identity import program_key
+from coexec.tuning.settings import TuneSettings
 
 MODES = ("serve", "collect", "tune")
 OPTIONS = ("mode", "tune")
@@ -56,6 +61,7 @@ def coexec_backend(
         UnknownOptionError, OptionValueError: an option that is none.
     """
     given = _checked_options(mode, options)
+    _report_unusable_cache()
     region = Region(module, given)
     try:
         return region.compiled(inputs)
@@ -221,7 +227,10 @@ class Site:
                 choose.count("eager.not tuned", self.note)
                 return None
             decision = self._tuned(store, graph, inputs)
-        if decision is None or decision.backend == EAGER:
+            if decision is None:
+                choose.count("eager.not tuned", f"{self.note}: no candidate could be tried in time, or none is here")
+                return None
+        if decision.backend == EAGER:
             choose.count("eager.fastest", self.note)
             return None
         installed = choose.install(store, graph, decision, inputs)
@@ -238,11 +247,10 @@ class Site:
             choose.count("not hastened", f"{self.note}: {error!r:.300}")
 
     def _tuned(self, store: Store, graph: Graph, inputs: Sequence[Any]) -> Any:
-        from coexec.tuning.settings import TuneSettings
         from coexec.tuning.tuner import tune
 
-        limits = {"threads": torch.get_num_threads(), **self.options["tune"]}
-        tune(store, TuneSettings(**limits), subgraphs=(graph.key.digest,))
+        limits = dataclasses.replace(self.options["tune"], subgraphs=(graph.key.digest,))
+        tune(store, dataclasses.replace(limits, threads=limits.threads or torch.get_num_threads()))
         return choose.find(store, graph, inputs)
 
     def _changed(self, inputs: Sequence[Any]) -> Installed | None:
@@ -296,15 +304,45 @@ def _has_symbols(inputs: Sequence[Any]) -> bool:
 
 
 def _checked_options(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any]:
-    given = dict(options or {})
+    given = {"tune": {}, "mode": mode or "serve", **(options or {})}
     for name in given:
         if name not in OPTIONS:
             raise UnknownOptionError(name, OPTIONS)
-    given.setdefault("mode", mode or "serve")
     if given["mode"] not in MODES:
         raise OptionValueError("mode", given["mode"], MODES)
-    given.setdefault("tune", {})
-    return given
+    return {"mode": given["mode"], "tune": _checked_limits(given["tune"])}
+
+
+def _checked_limits(given: Any) -> TuneSettings:
+    """The limits for mode "tune". Errors: OptionValueError, UnknownOptionError."""
+    names = [field.name for field in dataclasses.fields(TuneSettings) if field.name != "subgraphs"]
+    if not isinstance(given, dict):
+        raise OptionValueError("tune", given, (f"a dict of limits ({', '.join(names)})",))
+    for name in given:
+        if name not in names:
+            raise UnknownOptionError(f"tune.{name}", (f"tune.{valid}" for valid in names))
+    try:
+        limits = TuneSettings(**given)
+    except (TypeError, ValueError) as error:
+        raise OptionValueError("tune", given, (f"limits that leave something to tune with: {error}",)) from error
+    for name in limits.candidates or ():
+        if name not in registry.candidates():
+            raise OptionValueError("tune.candidates", name, sorted(registry.candidates()))
+    return limits
+
+
+_cache_reported = False
+
+
+def _report_unusable_cache() -> None:
+    """Warns, once per process, where nothing can be stored or served: all graphs run eagerly then."""
+    global _cache_reported
+    try:
+        private_cache_dir("tuning")
+    except CacheFolderError as error:
+        if not _cache_reported:
+            _cache_reported = True
+            warnings.warn(f"coexec: {error} Until then every graph runs eagerly.", stacklevel=2)
 
 
 __all__ = ["coexec_backend"]

@@ -36,6 +36,24 @@ class NotCallableError(UsageError, TypeError):
         )
 
 
+class NotAStepError(UsageError, TypeError):
+    """`coexec.compile()` got a callable whose work is not done when its call returns; `kind` says what it is."""
+
+    def __init__(self, value: object, kind: str) -> None:
+        name = getattr(value, "__qualname__", repr(value))
+        super().__init__(f"coexec.compile() cannot make a step of the {kind} {name!r}: {_NO_STEP[kind]}")
+        self.kind = kind
+
+
+_NO_STEP = {
+    "class": "calling it only makes an object. Compile an object, coexec.compile(Model()), or decorate a method.",
+    "async function": "its body runs after the call has returned. Compile the plain function that does the tensor work "
+    "and call it from there, or put `with coexec.step():` around a part that awaits nothing.",
+    "generator function": "its body runs after the call has returned. Compile the plain function that does the work "
+    "between two yields, or put `with coexec.step():` around the loop body that takes the values.",
+}
+
+
 class UnknownOptionError(UsageError, TypeError):
     """An option name that does not exist."""
 

@@ -1,5 +1,6 @@
 """`import coexec` must not import torch (the command line starts without it), but has something to do once torch is
-there, before the program's next line captures one of its functions (`from torch import tensor`)."""
+there, before the program's next line captures one of its functions (`from torch import tensor`); and once TorchDynamo's
+list of backends is."""
 
 from __future__ import annotations
 
@@ -14,22 +15,27 @@ from typing import Any
 
 def after_torch_is_imported(action: Callable[[], object]) -> None:
     """Calls `action` now if torch is there, otherwise right after its import."""
-    if "torch" in sys.modules:
+    after_import("torch", action)
+
+
+def after_import(name: str, action: Callable[[], object]) -> None:
+    """Calls `action` now if the module `name` is there, otherwise right after its import."""
+    if name in sys.modules:
         action()
     else:
-        sys.meta_path.insert(0, _Finder(action))
+        sys.meta_path.insert(0, _Finder(name, action))
 
 
 class _Finder(MetaPathFinder):
-    """Looks out for the import of torch, once, and leaves it to the other finders."""
+    """Looks out for the import of a module, once, and leaves it to the other finders."""
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self._action = action
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
+        self._name, self._action = name, action
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch" or self not in sys.meta_path:
+        if name != self._name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)

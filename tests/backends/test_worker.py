@@ -15,9 +15,11 @@ import torch
 
 from coexec.backends.cache import Artifact, ArtifactCache, Failure
 from coexec.backends.key import artifact_key
+from coexec.backends.leftovers import FOREIGN_AGE_S, own_prefix
 from coexec.backends.snapshot import write_snapshot
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.worker import CompileWorker, Finished
+from coexec.config import private_cache_dir
 from tests.backends.programs import mlp_adamw
 from tests.backends.recording import Recording, record
 from tests.backends.test_spec import small_spec
@@ -32,6 +34,37 @@ for line in sys.stdin:
     print(json.dumps({{"job": job["job"], "key": "", "failure": {{"kind": "wrong", "reason": "played"}},
                       "report": None}}), flush=True)
 """
+
+
+def dead_process() -> int:
+    """The id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_killed_processes_left_is_removed_when_a_worker_starts() -> None:
+    folder, dead = private_cache_dir("compile"), dead_process()
+    ours, here = own_prefix("live"), own_prefix("live").split("-")[1]
+    gone_names = [
+        f"live-{here}-{dead}-0.bin",
+        f"live-{here}-{dead}-0.json",
+        f"spec-{here}-{dead}-x.json",
+        "live-77-1.bin",
+    ]
+    kept_names = [f"{ours}0.bin", f"live-000000-{dead}-0.bin", "spec-younger.json", "notes.txt"]
+    for name in (*gone_names, *kept_names):
+        (folder / name).write_text("")
+    (folder / f"job-{here}-{dead}-y").mkdir()
+    (folder / f"job-{here}-{dead}-y" / "unit.cpp").write_text("")
+    day_before_s = time.time() - FOREIGN_AGE_S - 60
+    for name in ("live-77-1.bin", "notes.txt"):  # the first as an older coexec named it
+        os.utime(folder / name, (day_before_s, day_before_s))
+    worker = play("pass")
+    worker.submit(small_spec())
+    ended(worker)
+    worker.close()
+    assert {path.name for path in folder.iterdir()} == set(kept_names)
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +231,48 @@ def test_nothing_is_left_when_the_owner_ends(end: str) -> None:
     owner.wait()
     owner.stdout.close()
     assert gone(child)
+
+
+@pytest.mark.parametrize("end", ["time.sleep(60)"])
+def test_a_stopped_child_and_its_compilers_end_with_a_killed_owner(end: str, tmp_path: Path) -> None:
+    """The pacer stops the child's group; the owner is killed in such a moment."""
+    root = Path(__file__).resolve().parents[2]
+    code = OWNER.format(end="import os, signal\ntime.sleep(3)\nos.killpg(worker.child_pid, signal.SIGSTOP)\n" + end)
+    started = code.replace("worker = CompileWorker()", f"worker = CompileWorker(command={_with_compiler(tmp_path)})")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", started.replace("import sys", "import os, sys")], stdout=subprocess.PIPE, cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])}, text=True,
+    )  # fmt: skip
+    assert owner.stdout is not None
+    child = int(owner.stdout.readline())
+    deadline_s = time.monotonic() + 30
+    while _state(child) != "T" and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    compiler = int((tmp_path / "compiler").read_text())
+    assert (_state(child), _state(compiler)) == ("T", "T")
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    assert gone(child)
+    assert gone(compiler)
+
+
+def _with_compiler(folder: Path) -> str:
+    """The child's command, as source: the real one, after it has started a process in its group."""
+    code = (
+        "import subprocess, sys, pathlib;"
+        f"p = subprocess.Popen(['sleep', '61.9']); pathlib.Path({str(folder / 'compiler')!r}).write_text(str(p.pid));"
+        "from coexec.backends.worker_main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return f"[sys.executable, '-c', {code!r}, '--parent', str(os.getpid())]"
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for it: "T" is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def a_small_recording() -> Recording:

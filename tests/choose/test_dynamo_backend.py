@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from coexec import choose
+from coexec import choose, dynamo_backend
 from coexec.dynamo_backend import Region, coexec_backend
 from coexec.errors import OptionValueError, UnknownOptionError
 from coexec.subgraphs.store import Store
@@ -253,6 +253,7 @@ def test_a_graph_without_a_key_runs_eagerly(store: Store) -> None:
 
 def test_a_store_that_cannot_be_used_costs_only_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(dynamo_backend, "_cache_reported", True)
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "file"))
     x = torch.randn(16, 16)
     run = compiled(climb)
@@ -267,6 +268,38 @@ def test_options_are_checked() -> None:
         coexec_backend(module, [torch.randn(2)], mode="fast")
     with pytest.raises(UnknownOptionError, match="moode"):
         coexec_backend(module, [torch.randn(2)], options={"moode": "serve"})
+
+
+@pytest.mark.parametrize(
+    ("tune", "words"),
+    [
+        ({"bugdet_s": 3}, ["tune.bugdet_s", "Did you mean 'tune.budget_s'", "tune.per_graph_s"]),
+        ({"attempt_s": 0}, ["attempt_s=0", "positive"]),
+        ({"attempt_s": "long"}, ["attempt_s", "long"]),
+        ({"candidates": ("planted-fats",)}, ["planted-fats", "Did you mean 'planted-fast'"]),
+        ("30m", ["tune='30m'", "budget_s"]),
+    ],
+)
+def test_limits_of_the_tuner_are_checked_where_the_user_sees_it(tune: Any, words: list[str]) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(climb, backend=coexec_backend, options={"mode": "tune", "tune": tune})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        run(torch.randn(4))
+    assert isinstance(raised.value.inner_exception, UnknownOptionError | OptionValueError)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_a_cache_folder_that_cannot_be_used_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(dynamo_backend, "_cache_reported", False)
+    x = torch.randn(16, 16)
+    with pytest.warns(UserWarning, match=f"{tmp_path} can be written by others.*runs eagerly") as caught:
+        returned = [compiled(climb)(x) for _ in range(2)]
+    assert len(caught) == 1
+    assert all(torch.equal(y, climb(x)) for y in returned)
+    assert not (tmp_path / "subgraphs").exists()
 
 
 def test_torch_finds_the_backend_by_name() -> None:

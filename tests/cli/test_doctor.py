@@ -34,12 +34,46 @@ def check_of(document: Mapping[str, Any], part: str) -> dict[str, Any]:
     return next(check for check in document["checks"] if check["part"] == part)
 
 
+def test_a_cache_folder_that_others_may_write_to_is_a_problem(run: Run, home: Path) -> None:
+    from coexec.config import cache_dir
+
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    cache_dir().chmod(0o777)
+    answer = run("doctor", "--json")
+    assert answer.status == PROBLEM
+    assert "chmod go-w" in check_of(answer.json(), "cache")["advice"]
+
+
+def test_the_entry_point_is_looked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    point = importlib.metadata.EntryPoint("coexec", "coexec.dynamo_backend:coexec_backend", "torch_dynamo_backends")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: (point,))
+    assert check_of(run("doctor", "--json").json(), "entry point")["status"] == "ok"
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    missing = check_of(run("doctor", "--json").json(), "entry point")
+    assert missing["status"] == "warning"
+    assert "import coexec" in missing["advice"]
+
+
 def test_this_machine_is_well(run: Run) -> None:
     answer = run("doctor", "--json")
     assert answer.status == 0
     document = answer.json()
     assert document["ok"]
-    parts = ["python", "torch", "compiler", "Python.h", "ninja", "cpu", "threads", "cache", "store", "keys"]
+    parts = [
+        "python",
+        "torch",
+        "compiler",
+        "Python.h",
+        "ninja",
+        "cpu",
+        "threads",
+        "entry point",
+        "cache",
+        "store",
+        "keys",
+    ]
     assert [check["part"] for check in document["checks"]] == parts
     eager = next(state for state in document["backends"] if state["name"] == "eager")
     assert eager["usable"]

@@ -92,6 +92,24 @@ def test_the_table_names_what_does_not_hold(run: Run, store: Store, monkeypatch:
     assert run("recheck").status == 0
 
 
+def test_an_interval_that_tells_nothing_is_no_ratio(run: Run, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, good = Timing(4e-3, 1e-3, 1e-3, 3.7, 0.8, 9.1, 9), Timing(4e-3, 1e-3, 1e-5, 4.0, 3.9, 4.1, 9)
+    rows = (
+        Recheck("ab" * 32, "net.py:1", "tvm", 1.3, Outcome.OK, "", wide, busy_cores=1.26),
+        Recheck("cd" * 32, "net.py:2", "openvino", 4.2, Outcome.OK, "", good, busy_cores=0.0),
+    )
+    monkeypatch.setattr(library, "recheck", lambda store, **options: rows)
+    answer = run("recheck")
+    assert answer.status == 0
+    assert "too wide: [0.80, 9.10]" in answer.out
+    assert "3.70x" not in answer.out
+    assert "4.00x [3.90, 4.10]" in answer.out
+    assert "1 of 2 intervals are too wide" in answer.out
+    assert "up to 1.3 cores" in answer.out
+    found = {row["backend"]: (row["wide"], row["busy_cores"]) for row in run("recheck", "--json").json()}
+    assert found == {"tvm": (True, 1.26), "openvino": (False, 0.0)}
+
+
 def test_only_the_named_subgraphs_are_timed(run: Run, decided: Decided, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = [decided.decide("planted-fast", size) for size in (40, 41)]
     monkeypatch.setattr(library._Bench, "timed", lambda bench, decision: None)

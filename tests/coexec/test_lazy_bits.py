@@ -28,7 +28,7 @@ BODIES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def waits(outcome: Outcome) -> dict[str, int]:
-    return {why: n for why, n in outcome.compiled._runner.waits().items() if n and why != "step end"}
+    return {why: n for why, n in outcome.compiled._runner.wait_counts().items() if n and why != "step end"}
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -59,7 +59,7 @@ def test_step_counters_that_the_optimizer_reads_back_are_no_wait(kind: Any, fore
 
         return Program(step, lambda i: (batch(i), labels(i)), lambda: (model, optimizer))
 
-    waits = check(make).compiled._runner.waits()
+    waits = check(make).compiled._runner.wait_counts()
     assert {why for why, n in waits.items() if n} == {"step end"}
 
 

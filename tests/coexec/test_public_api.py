@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import coexec
-from coexec.errors import CoexecError, NotCallableError, ReentrantStepError
+from coexec.errors import CoexecError, NotAStepError, NotCallableError, OptionValueError, ReentrantStepError
 from tests.coexec.harness import Program, check, exact, seed_all
 from tests.coexec.programs import batch, function_program, labels, mlp, training
 
@@ -99,6 +99,29 @@ def test_bound_methods_and_methods_under_the_decorator() -> None:
     for i in range(8):
         assert a.decorated(batch(i), labels(i)) == b.step(batch(i), labels(i))
     assert Trainer.decorated.stats().phase == "co-execution"
+
+
+def test_a_decorated_method_can_be_asked_through_an_instance() -> None:
+    class Trainer:
+        @coexec.compile(backend="replay", numerics="exact")
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            """Doubles."""
+            return x * 2
+
+    a, b = Trainer(), Trainer()
+    for i in range(4):
+        a.step(batch(i))
+        b.step(batch(i))
+    assert a.step.stats() == Trainer.step.stats() == b.step.stats()
+    assert a.step.stats().iterations == 8
+    assert "co-execution" in a.step.explain()
+    assert a.step.wait_compiled(1.0)
+    assert "aten::mul" in str(a.step.trace_graph)
+    assert (a.step.__self__, a.step.__name__, a.step.__doc__) == (a, "step", "Doubles.")
+    assert list(inspect.signature(a.step).parameters) == ["x"]
+    assert a.step == a.step
+    assert a.step != b.step
+    assert coexec.compile(a.step) == a.step  # it is compiled already
 
 
 def test_static_and_class_methods() -> None:
@@ -240,13 +263,49 @@ def test_a_step_called_from_itself_is_an_error_that_names_it() -> None:
     assert step(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("bad", [3, None.__class__, "text", [1]])
+@pytest.mark.parametrize("bad", [3, "text", [1]])
 def test_what_cannot_be_called(bad: Any) -> None:
-    if callable(bad):
-        assert coexec.compile(bad) is not None
-    else:
-        with pytest.raises(NotCallableError):
-            coexec.compile(bad)
+    with pytest.raises(NotCallableError):
+        coexec.compile(bad)
+
+
+async def coroutine(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def generator(x: torch.Tensor) -> Any:
+    yield x * 2
+
+
+async def async_generator(x: torch.Tensor) -> Any:
+    yield x * 2
+
+
+class Awaited:
+    async def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def produce(self, x: torch.Tensor) -> Any:
+        yield x * 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "advice"),
+    [
+        (coroutine, "async function 'coroutine'", "with coexec.step"),
+        (async_generator, "async function 'async_generator'", "with coexec.step"),
+        (Awaited(), "async function", "with coexec.step"),
+        (generator, "generator function 'generator'", "with coexec.step"),
+        (Awaited().produce, "generator function 'Awaited.produce'", "with coexec.step"),
+        (functools.partial(generator), "generator function", "with coexec.step"),
+        (nn.Linear, "class 'Linear'", "coexec.compile\\(Model"),
+    ],
+)
+def test_what_does_its_work_after_the_call_is_no_step(bad: Any, kind: str, advice: str) -> None:
+    with pytest.raises(NotAStepError, match=f"{kind}.*{advice}"):
+        coexec.compile(bad)
+    with pytest.raises(TypeError, match=kind):
+        coexec.compile(backend="replay")(bad)
 
 
 def test_unknown_and_wrong_options() -> None:
@@ -264,10 +323,22 @@ def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         with coexec.step("disabled"):
             batch(i).sum()
     assert step.stats().co_executed == 0
+    assert step.stats().phase == "eager"
+    assert "COEXEC_DISABLE" in step.explain()
     monkeypatch.setenv("COEXEC_DISABLE", "0")
     for i in range(5):
         step(batch(i))
     assert step.stats().phase == "co-execution"
+
+
+def test_a_variable_without_meaning_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COEXEC_DEBUG", "9")
+    with pytest.raises(OptionValueError, match=r"COEXEC_DEBUG=9 is not valid\. Valid: 0, 1, 2, 3"):
+        coexec.compile(module_level_step)
+    with pytest.raises(OptionValueError, match="COEXEC_DEBUG"):
+        coexec.step()
+    monkeypatch.setenv("COEXEC_DEBUG", "0")
+    assert torch.equal(coexec.compile(module_level_step)(batch(0)), batch(0) * 2)
 
 
 def test_eager_mode_runs_the_plain_function() -> None:
@@ -303,14 +374,11 @@ def test_the_graph_prints_itself() -> None:
     assert "co-execution" in step.explain()
 
 
-def test_an_async_function_and_a_generator_function_run_plainly() -> None:
-    @exact
-    def produce(x: torch.Tensor) -> Any:
-        yield x * 2
-        yield x * 3
-
-    for i in range(5):
-        assert [t.sum().item() for t in produce(batch(i))] == [(batch(i) * k).sum().item() for k in (2, 3)]
+def test_the_graph_of_a_block_prints_itself() -> None:
+    for i in range(4):
+        with coexec.step("printed", backend="replay") as block:
+            batch(i).relu().sum()
+    assert "aten::relu" in str(block.trace_graph)
 
 
 def test_keyword_arguments_and_nested_containers() -> None:

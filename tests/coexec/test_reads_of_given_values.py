@@ -14,7 +14,7 @@ from tests.coexec.programs import batch, mlp
 
 def waits(outcome: Outcome) -> dict[str, int]:
     """What Python waited for inside the step."""
-    counts: dict[str, int] = outcome.compiled._runner.waits()
+    counts: dict[str, int] = outcome.compiled._runner.wait_counts()
     return {why: n for why, n in counts.items() if n and why != "step end"}
 
 

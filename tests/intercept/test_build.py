@@ -184,6 +184,36 @@ def test_builder_and_its_compiler_end_with_the_parent(
     wait_until(lambda: not is_running(child_pid) and not is_running(sleeping[0]))
 
 
+def test_a_stopped_builder_ends_with_a_killed_parent(
+    sources: Path, tmp_path: Path, slow_compiler: Callable[[float], Path]
+) -> None:
+    """It is stopped most of the time while a step runs (background.py)."""
+    calls = slow_compiler(61.8)
+    code = (
+        "import os, signal, sys, time, pathlib; from coexec.intercept import build;"
+        "h = build.start_background_build(pathlib.Path(sys.argv[1])); print(h._process.pid, flush=True);"
+        "sys.stdin.readline(); os.killpg(h._process.pid, signal.SIGSTOP); print('stopped', flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(sources)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    child_pid = int(parent.stdout.readline())
+    wait_until(calls.exists)
+    (sleeping,) = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if command_of(pid) == "sleep 61.8"]
+    parent.stdin.write("now\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "stopped\n"
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    wait_until(lambda: not is_running(child_pid) and not is_running(sleeping))
+
+
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()

@@ -89,7 +89,7 @@ def _how_it_ran(got: Outcome, n: int) -> tuple[str, str]:
     assert got.stats is not None
     if got.stats.phase != "co-execution" or got.stats.co_executed < n // 2:
         return UNSETTLED, f"{got.stats.phase}, {got.stats.co_executed} co-executed, {dict(got.stats.fallbacks)}"
-    waits = {why: count for why, count in got.compiled._runner.waits().items() if count and why != "step end"}
+    waits = {why: count for why, count in got.compiled._runner.wait_counts().items() if count and why != "step end"}
     return (WAITS, ", ".join(_waiting_ops(got) or waits)) if waits else (SAME, "")
 
 

@@ -26,11 +26,14 @@ from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
+from coexec.backends.expressions import NotExpressibleError
+from coexec.backends.guards import guards_of, holds
 from coexec.backends.layout import prefer_channels_last
-from coexec.backends.lower import lower
+from coexec.backends.lower import Symbolic, lower
 from coexec.backends.ops import draws
 from coexec.backends.publish import check_generated_code, place_publishes, register_publish
 from coexec.backends.spec import SegmentSpec
+from coexec.backends.symbolic import SymbolicSpec
 from coexec.backends.trim import without_input_checks
 
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
@@ -75,10 +78,31 @@ def compile_segment(spec: SegmentSpec, folder: Path) -> Compiled:
         PublishLostError: the generated code does not publish what the segment says.
         Exception: whatever Inductor or the C++ compiler raises.
     """
+    return _compile(spec, folder, None)
+
+
+def compile_symbolic(spec: SymbolicSpec, folder: Path) -> Compiled:
+    """Compile a segment for many sizes. `facts["guards"]` of the result says for which it is valid.
+
+    Raises:
+        NotExpressibleError: what the compiler assumed of sizes cannot be checked, or not all observed ones satisfy it.
+        Exception: as :func:`compile_segment`.
+    """
+    symbolic = Symbolic(spec)
+    compiled = _compile(spec.observed[0], folder, symbolic)
+    guards = guards_of(symbolic.env, symbolic.numbers)
+    for at in zip(*spec.values, strict=True):
+        if not holds(guards, at):
+            raise NotExpressibleError(f"code compiled at sizes {spec.hints} is not valid at {at}, which were seen too")
+    compiled.facts["guards"] = guards
+    return compiled
+
+
+def _compile(spec: SegmentSpec, folder: Path, symbolic: Symbolic | None) -> Compiled:
     start = time.perf_counter()
     register_publish()
     with config.patch(options(spec, folder)):
-        graph = lower(spec, select_decomp_table())
+        graph = lower(spec, select_decomp_table(), symbolic)
         nodes = len(graph.graph.nodes)
         library = Path(_compile_graph(graph))
     code = next(folder.glob("*.wrapper.cpp")).read_text()

@@ -11,22 +11,23 @@ import torch
 
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.spec_json import canonical_text
+from coexec.backends.symbolic import SymbolicSpec
 from coexec.intercept import toolchain
 
 LOWERING_FILES = (
-    "aliasing.py", "draws.py", "fed.py", "inductor.py", "layout.py", "lower.py", "ops.py", "publish.py",
-    "spec_json.py", "trim.py",
+    "aliasing.py", "draws.py", "expressions.py", "fed.py", "guards.py", "inductor.py", "layout.py", "lower.py",
+    "ops.py", "publish.py", "spec_json.py", "symbolic.py", "trim.py",
 )  # fmt: skip
 """Our code that decides what an artifact computes and how: a change of one of them makes new keys."""
 
 
-def key_text(spec: SegmentSpec) -> str:
+def key_text(spec: SegmentSpec | SymbolicSpec) -> str:
     """The text that is hashed: kept beside the hash, so that a miss can be explained."""
     entries = "".join(f"{name}: {value}\n" for name, value in environment().items())
-    return f"coexec-segment 1\n{entries}{canonical_text(spec)}"
+    return f"coexec-segment 1\n{entries}{spec.text() if isinstance(spec, SymbolicSpec) else canonical_text(spec)}"
 
 
-def artifact_key(spec: SegmentSpec) -> str:
+def artifact_key(spec: SegmentSpec | SymbolicSpec) -> str:
     """64 hex digits. Two segments with one key may share an artifact on this machine."""
     return hash_text(key_text(spec))
 

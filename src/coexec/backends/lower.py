@@ -9,12 +9,14 @@ the real op once the graph is optimized.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from coexec.backends.aliasing import Plan, check_writes, plan_inputs
 from coexec.backends.draws import call_draw, return_unused_draws
@@ -22,6 +24,7 @@ from coexec.backends.fed import NotLowerableError, call_fed, has_fed
 from coexec.backends.ops import call, decode, draws, flatten_results, resolve, torch_dtype
 from coexec.backends.publish import mark
 from coexec.backends.spec import NumberInput, Op, Publish, SegmentSpec, TensorInput, Value, check_spec, used_values
+from coexec.backends.symbolic import SymbolicSpec
 
 LOWERING_VERSION = 2
 """Part of every key: raise it when the same segment lowers to other code."""
@@ -80,6 +83,17 @@ def _native_batch_norm_backward(named: dict[str, Any]) -> list[torch.Tensor | No
     return [t if wanted else None for t, wanted in zip(results, named["output_mask"], strict=True)]
 
 
+def _scaled_add(self: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return NotImplemented if alpha == 1 else aten.add.Tensor(self, aten.mul.Tensor(other, alpha))
+
+
+def _scaled_sub(self: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return NotImplemented if alpha == 1 else aten.sub.Tensor(self, aten.mul.Tensor(other, alpha))
+
+
+SCALED = {aten.add.Tensor: _scaled_add, aten.sub.Tensor: _scaled_sub}
+"""Decompositions of ours: Inductor's fusion of `add` behind a matrix product forgets alpha (seen: torch 2.13)."""
+
 SPELLED_OUT = {
     "aten::native_batch_norm_backward": _native_batch_norm_backward,
     "aten::convolution_backward": _convolution_backward,
@@ -92,12 +106,13 @@ NEEDED_BY_PYTHON = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic
 """Tags of ops whose result Python waits for."""
 
 
-def lower(spec: SegmentSpec, decompositions: dict[Any, Any]) -> GraphModule:
+def lower(spec: SegmentSpec, decompositions: dict[Any, Any], symbolic: Symbolic | None = None) -> GraphModule:
     """The segment as a functional graph over fake tensors (each node's `meta["val"]`).
 
     Args:
         spec: the segment; checked first.
         decompositions: Inductor's table, see :func:`coexec.backends.inductor.compile_segment`.
+        symbolic: the same segment for many sizes, of which `spec` has the hints.
 
     Raises:
         SpecError: the segment breaks an invariant.
@@ -107,13 +122,43 @@ def lower(spec: SegmentSpec, decompositions: dict[Any, Any]) -> GraphModule:
     check_writes(spec)
     _refuse(spec)
     plan = plan_inputs(spec)
-    with FakeTensorMode() as mode:
-        inputs = [_fake_input(entry) for entry in spec.inputs]
+    mode, traced = (FakeTensorMode(), spec) if symbolic is None else (symbolic.mode, symbolic.outside())
+    with mode:
+        inputs = [_fake_input(entry) for entry in traced.inputs]
+    decompositions = {**decompositions, **SCALED}
+    lowering = _Lowering(spec, plan) if symbolic is None else _SymbolicLowering(symbolic, plan)
+    tracing_mode: Literal["fake", "symbolic"] = "fake" if symbolic is None else "symbolic"
     with torch.no_grad(), mode:
-        graph = make_fx(_Lowering(spec, plan).run, decomposition_table=decompositions, tracing_mode="fake")(*inputs)
+        graph = make_fx(lowering.run, decomposition_table=decompositions, tracing_mode=tracing_mode)(*inputs)
     assert isinstance(graph, GraphModule)
     return_unused_draws(graph)
     return graph
+
+
+class Symbolic:
+    """A segment for many sizes on its way through the compiler: its symbols as the compiler has them."""
+
+    def __init__(self, spec: SymbolicSpec) -> None:
+        self.spec = spec
+        self.env = ShapeEnv(duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.sizes: list[torch.SymInt] = []
+        self.numbers: dict[Any, int] = {}  # the compiler's symbols by our number
+        for number, hint in enumerate(spec.hints):
+            source = ConstantSource(f"__coexec_size_{number}")
+            symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+            size = self.env.create_symintnode(symbol, hint=hint, source=source)
+            assert isinstance(size, torch.SymInt)
+            self.sizes.append(size)
+            self.numbers[symbol] = number
+
+    def outside(self) -> SegmentSpec:
+        """The segment with the compiler's symbols, for making its inputs."""
+        return self.spec.at(self.sizes)
+
+    def inside(self, inputs: Sequence[torch.Tensor]) -> SegmentSpec:
+        """The segment with sizes read from its traced inputs."""
+        return self.spec.at([inputs[source.input].shape[source.dimension] for source in self.spec.symbols])
 
 
 def _refuse(spec: SegmentSpec) -> None:
@@ -238,6 +283,20 @@ class _Lowering:
             if content is not inputs[position]:  # another input of a written storage, itself not written
                 inputs[position].copy_(content)
         return results
+
+
+class _SymbolicLowering(_Lowering):
+    """The same pass with sizes that are read from the inputs."""
+
+    def __init__(self, symbolic: Symbolic, plan: Plan) -> None:
+        super().__init__(symbolic.spec.observed[0], plan)
+        self.symbolic = symbolic
+
+    def run(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Interpret the segment at the sizes that `inputs` have."""
+        self.spec = self.symbolic.inside(inputs)
+        self.recorded = self.spec.values()
+        return super().run(*inputs)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -202,17 +202,22 @@ def _const_from_json(data: Json) -> Any:
     return data
 
 
-def canonical_text(spec: SegmentSpec) -> str:
+def canonical_text(spec: SegmentSpec, with_bytes: bool = True) -> str:
     """A readable text that two segments share exactly if one artifact serves both: values are renumbered in order of
-    definition and storages in order of appearance, so the caller's numbering does not matter."""
-    return "\n".join(_Canonical(spec).lines()) + "\n"
+    definition and storages in order of appearance, so the caller's numbering does not matter.
+
+    Args:
+        spec: the segment.
+        with_bytes: say how large storages are.
+    """
+    return "\n".join(_Canonical(spec, with_bytes).lines()) + "\n"
 
 
 class _Canonical:
     """Renumbers while printing: one line per storage use, input, op, result and publish."""
 
-    def __init__(self, spec: SegmentSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: SegmentSpec, with_bytes: bool) -> None:
+        self.spec, self.with_bytes = spec, with_bytes
         self.value_names: dict[int, str] = {}  # caller's value id -> "v0", "v1", ...
         self.storage_names: dict[int, str] = {}  # caller's storage -> "s0", ...
 
@@ -232,7 +237,8 @@ class _Canonical:
 
     def _storage(self, index: int) -> str:
         storage = self.spec.storages[index]
-        return f"{storage.nbytes} {'external' if storage.external else 'internal'}"
+        size = f"{storage.nbytes} " if self.with_bytes else ""
+        return f"{size}{'external' if storage.external else 'internal'}"
 
     def _define(self, value: Value) -> str:
         name = self.value_names.setdefault(value.id, f"v{len(self.value_names)}")

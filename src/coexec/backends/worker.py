@@ -11,6 +11,7 @@ No call waits for the child. One job is with the child at a time, so a crash has
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -21,16 +22,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from coexec.backends.cache import Artifact, ArtifactCache, Failure
 from coexec.backends.key import hash_text, key_text
+from coexec.backends.leftovers import own_prefix, sweep
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.spec_json import dumps
+from coexec.backends.symbolic import SymbolicSpec
 from coexec.config import private_cache_dir
 from coexec.errors import CacheFolderError
 from coexec.intercept.background import make_room, pacer
@@ -57,7 +60,7 @@ class _Job:
     key: str
     text: str  # what the key is the hash of
     spec_path: Path | None  # None if the answer is known already
-    snapshot: Path | None
+    snapshots: tuple[Path, ...]
     timed: bool
     started_s: float = 0.0
 
@@ -88,6 +91,7 @@ class CompileWorker:
         self._running: _Job | None = None
         self._finished: list[Finished] = []
         self._child: _Child | None = None
+        self._swept = False  # what killed processes have left in the compile folder
         _workers.add(self)
 
     def submit(self, spec: SegmentSpec, snapshot: Path | None = None, timed: bool = True) -> int:
@@ -99,16 +103,29 @@ class CompileWorker:
                 one the artifact is stored unchecked.
             timed: also time the artifact against the recorded ops.
         """
-        text = key_text(spec)
-        key = hash_text(text)
+        return self._submit(key_text(spec), dumps(spec), () if snapshot is None else (snapshot,), timed)
+
+    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool = True) -> int:
+        """Queue a segment for many sizes; return the job's number.
+
+        Args:
+            spec: what to compile.
+            snapshots: live inputs of each of `spec.observed`; the artifact is checked on all of them.
+            timed: as for :meth:`submit`.
+        """
+        text = f"[{','.join(dumps(observed) for observed in spec.observed)}]"
+        return self._submit(key_text(spec), text, tuple(snapshots), timed)
+
+    def _submit(self, key_text: str, text: str, snapshots: tuple[Path, ...], timed: bool) -> int:
+        key = hash_text(key_text)
         known = self.cache.get(key)
         with self._lock:
             self._next += 1
-            job = _Job(self._next, key, text, None, snapshot, timed)
+            job = _Job(self._next, key, key_text, None, snapshots, timed)
             if known is not None:
                 self._finish_known(job, known)
             else:
-                self._enqueue(job, spec)
+                self._enqueue(job, text)
             return job.number
 
     def poll(self) -> list[Finished]:
@@ -180,12 +197,13 @@ class CompileWorker:
 
     # ---------------------------------------------------------------------------------------- under the lock from here
 
-    def _enqueue(self, job: _Job, spec: SegmentSpec) -> None:
+    def _enqueue(self, job: _Job, text: str) -> None:
         try:
             # In a file: a pipe takes 64 KiB and would block us while the child is importing torch.
-            descriptor, name = tempfile.mkstemp(prefix="spec-", suffix=".json", dir=private_cache_dir("compile"))
+            folder = private_cache_dir("compile")
+            descriptor, name = tempfile.mkstemp(prefix=own_prefix("spec"), suffix=".json", dir=folder)
             with os.fdopen(descriptor, "w") as file:
-                file.write(dumps(spec))
+                file.write(text)
             job.spec_path = Path(name)
         except (OSError, CacheFolderError) as error:
             return self._fail(job, "compile error", f"the segment cannot be handed over: {error}", remember=False)
@@ -209,8 +227,8 @@ class CompileWorker:
     def _clean(self, job: _Job) -> None:
         if job.spec_path is not None:
             job.spec_path.unlink(missing_ok=True)
-        if job.snapshot is not None:
-            delete_snapshot(job.snapshot)
+        for snapshot in job.snapshots:
+            delete_snapshot(snapshot)
 
     def _start_next(self) -> None:
         if self._running is not None or not self._waiting:
@@ -218,6 +236,7 @@ class CompileWorker:
         job = self._waiting.popleft()
         try:
             if self._child is None:
+                self._sweep()
                 self._child = _Child(self._command or _command(self._memory_bytes))
             self._child.send(job)
         except OSError as error:
@@ -226,6 +245,13 @@ class CompileWorker:
         job.started_s = time.monotonic()
         self._running = job
         pacer.admit(self._child.process.pid)
+
+    def _sweep(self) -> None:
+        """Once: later nobody but us has begun anything here that could be left behind."""
+        if not self._swept:
+            self._swept = True
+            with contextlib.suppress(CacheFolderError):  # the job will say so
+                sweep(private_cache_dir("compile"))
 
     def _read_answers(self) -> None:
         for answer in self._child.answers() if self._child is not None else ():
@@ -294,7 +320,7 @@ class _Child:
         message = {
             "job": job.number,
             "spec": str(job.spec_path),
-            "snapshot": None if job.snapshot is None else str(job.snapshot),
+            "snapshots": [str(snapshot) for snapshot in job.snapshots],
             "timed": job.timed,
         }
         assert self.process.stdin is not None

@@ -1,7 +1,8 @@
 """The compile child: reads one job per line on stdin, compiles, checks and stores it, answers one line.
 
 Started by :mod:`coexec.backends.worker` as `python -m coexec.backends.worker_main`. A job is
-`{"job": 3, "spec": path, "snapshot": path | null, "timed": bool}`, an answer `{"job": 3, "key": ..., "failure": null |
+`{"job": 3, "spec": path, "snapshots": [path, ...], "timed": bool}`; the spec is one segment, or a list of observations
+of one at several sizes, each with its snapshot. An answer is `{"job": 3, "key": ..., "failure": null |
 {"kind", "reason"}, "report": {...} | null}`. Answers go to the pipe that was stdout; whatever compilers print goes to
 stderr. The child ends, with its compilers, when its parent is gone.
 """
@@ -23,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from coexec.intercept.guard import stand_guard
+
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 0.5
 REASON_CHARS = 2000
@@ -35,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--die-with-thread", action="store_true", help="let the kernel tell when the parent ends")
     parser.add_argument("--memory-bytes", type=int, default=0, help="limit of private memory; 0: none")
     options = parser.parse_args(arguments)
+    stand_guard(options.parent)
     _follow_parent(options.parent, options.die_with_thread)
     if options.memory_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (options.memory_bytes, options.memory_bytes))
@@ -51,7 +55,7 @@ def _follow_parent(parent: int, die_with_thread: bool) -> None:
     """End, and end the compilers of our process group, when the parent ends, even if it is killed.
 
     The kernel's signal comes when the *thread* that started us ends, so it is asked for only if that was the main
-    thread; the watching thread covers the rest.
+    thread; the watching thread covers the rest, and a guard the time in which we are stopped.
     """
     signal.signal(signal.SIGTERM, lambda *_: _end_group())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -94,10 +98,12 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
     """Compile, check and store one segment. Every error is an answer."""
     from coexec.backends.cache import ArtifactCache
     from coexec.backends.key import artifact_key, key_text
-    from coexec.backends.spec_json import loads
+    from coexec.backends.spec_json import from_json
+    from coexec.backends.symbolic import unify
 
     try:
-        spec = loads(Path(job["spec"]).read_text())
+        form = json.loads(Path(job["spec"]).read_text())
+        spec = unify([from_json(observed) for observed in form]) if isinstance(form, list) else from_json(form)
         key, text = artifact_key(spec), key_text(spec)
         answer = _compile_and_store(job, spec, key, text, ArtifactCache())
     except Exception as error:
@@ -106,14 +112,19 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cache: Any) -> dict[str, Any]:
+    from coexec.backends.expressions import NotExpressibleError
     from coexec.backends.fed import NotLowerableError
-    from coexec.backends.inductor import compile_segment
+    from coexec.backends.inductor import compile_segment, compile_symbolic
+    from coexec.backends.leftovers import own_prefix
+    from coexec.backends.symbolic import SymbolicSpec
     from coexec.config import private_cache_dir
 
-    with tempfile.TemporaryDirectory(prefix="job-", dir=private_cache_dir("compile")) as scratch:
+    compile_it: Any = compile_symbolic if isinstance(spec, SymbolicSpec) else compile_segment
+
+    with tempfile.TemporaryDirectory(prefix=own_prefix("job"), dir=private_cache_dir("compile")) as scratch:
         try:
-            compiled = compile_segment(spec, Path(scratch))
-        except NotLowerableError as error:
+            compiled = compile_it(spec, Path(scratch))
+        except (NotLowerableError, NotExpressibleError) as error:
             return _refuse(cache, key, text, {"kind": "not lowerable", "reason": str(error)})
         except Exception as error:
             return _refuse(cache, key, text, _failure("compile error", error))
@@ -126,14 +137,19 @@ def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cach
 
 
 def _check(job: dict[str, Any], spec: Any, library: Path) -> dict[str, Any] | None:
-    """Verify on the snapshot, if there is one."""
-    if job.get("snapshot") is None:
-        return None
+    """Verify on the snapshots, if there are some: the report of the first that finds a problem, or else of the last."""
     from coexec.backends.snapshot import read_snapshot
+    from coexec.backends.symbolic import SymbolicSpec
     from coexec.backends.verify import verify
 
-    inputs, generator_state = read_snapshot(Path(job["snapshot"]))
-    return verify(spec, library, inputs, generator_state, timed=bool(job.get("timed", True))).to_json()
+    report: dict[str, Any] | None = None
+    observed = spec.observed if isinstance(spec, SymbolicSpec) else (spec,)
+    for one, snapshot in zip(observed, job["snapshots"], strict=False):
+        inputs, generator_state = read_snapshot(Path(snapshot))
+        report = verify(one, library, inputs, generator_state, timed=bool(job.get("timed", True))).to_json()
+        if not report["accepted"]:
+            break
+    return report
 
 
 def _refuse(cache: Any, key: str, text: str, failure: dict[str, str], report: Any = None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def recheck(subgraphs: tuple[str, ...], threads: int | None, rounds: int, timeou
         listener=_announce,
     )
     if as_json:
-        print_json([{**_entry(row), "holds": row.holds} for row in found])
+        print_json([{**_entry(row), "holds": row.holds, "wide": row.wide} for row in found])
     else:
         _print(found)
     return 0 if all(row.holds for row in found) else 1
@@ -57,8 +57,16 @@ def _announce(decision: Decision, total: int) -> None:
 
 
 def _entry(row: Recheck) -> dict[str, object]:
-    names = ("subgraph", "note", "backend", "decided", "outcome", "detail", "timing")
+    names = ("subgraph", "note", "backend", "decided", "outcome", "detail", "timing", "busy_cores")
     return {name: getattr(row, name) for name in names}
+
+
+def _measured(row: Recheck) -> str | None:
+    """The ratio with its interval; the interval alone where its middle means nothing."""
+    if row.timing is None:
+        return None
+    interval = f"[{row.timing.low:.2f}, {row.timing.high:.2f}]"
+    return f"too wide: {interval}" if row.wide else f"{row.timing.ratio:.2f}x {interval}"
 
 
 def _print(found: tuple[Recheck, ...]) -> None:
@@ -72,9 +80,7 @@ def _print(found: tuple[Recheck, ...]) -> None:
                 row.subgraph[:SHOWN],
                 row.backend,
                 None if row.decided is None else f"{row.decided:.2f}x",
-                None
-                if row.timing is None
-                else f"{row.timing.ratio:.2f}x [{row.timing.low:.2f}, {row.timing.high:.2f}]",
+                _measured(row),
                 None if row.timing is None else quantities.duration(row.timing.eager_s),
                 f"{row.outcome}{': ' if row.detail else ''}{row.detail}",
                 row.note,
@@ -83,6 +89,13 @@ def _print(found: tuple[Recheck, ...]) -> None:
         ],
         right=("decided", "eager"),
     )
+    if wide := [row for row in found if row.wide]:
+        print_line()
+        busy = max(row.busy_cores for row in wide)
+        print_line(
+            f"{len(wide)} of {len(found)} intervals are too wide to tell how fast the backend is (other processes kept "
+            f"up to {busy:.1f} cores busy): run it again on an idle machine, or with more --rounds."
+        )
     broken = [row.subgraph[:SHOWN] for row in found if not row.holds]
     if broken:
         print_line()

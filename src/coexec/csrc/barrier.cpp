@@ -29,7 +29,7 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
       next = known_barrier(info, location = op_place());
     if (next) {
       if (!(t && only_looks(name) && is_final(*t)))
-        wait(it_->size(), Wait::Sync);
+        wait(it_->size(), Wait::Sync, location);
       in_.clear();
       if (t && t->defined() && t->unsafeGetTensorImpl()->has_storage())
         if (auto* r = record_of(*t->unsafeGetTensorImpl())) {

@@ -1,6 +1,7 @@
 // Keeps the live inputs of a segment while it is replayed, for the check of its artifact in another process.
 #include <ATen/CPUGeneratorImpl.h>
 #include <cstdio>
+#include <tuple>
 #include "graph_runner.h"
 
 namespace coexec {
@@ -12,11 +13,31 @@ int64_t append(FILE* f, const void* data, size_t n) {
   int64_t start = std::ftell(f);
   return std::fwrite(data, 1, n, f) == n ? start : -1;
 }
+
+// First byte and count.
+std::pair<int64_t, int64_t> bytes_of(const Capture::Item& i, const Geometry& g) {
+  if (i.extent == Capture::Extent::Given)
+    return {i.low, i.nbytes};
+  auto item = static_cast<int64_t>(c10::elementSize(g.dtype));
+  int64_t last = g.offset;
+  for (size_t d = 0; d < g.sizes.size(); d++) {
+    if (g.sizes[d] == 0)
+      return {0, 0};
+    last += (g.sizes[d] - 1) * g.strides[d];
+  }
+  int64_t low = g.offset * item;
+  if (i.extent == Capture::Extent::Touched)
+    low = low / 16 * 16;
+  return {low, (last + 1) * item - low};
+}
 } // namespace
 
 // An input is written just before the first op that uses it: nothing of the segment has changed it then.
 void GraphRunner::capture_inputs(Entry& e) {
   Capture& c = *capture;
+  c.failed |= c.only && e.variant != c.only->variants[e.node->position].get();
+  if (c.failed)
+    return;
   FILE* f = nullptr;
   auto file = [&] { return f ? f : f = std::fopen(c.path.c_str(), "ab"); };
   if (c.with_generator && c.generator_start < 0) {
@@ -46,10 +67,11 @@ void GraphRunner::capture_inputs(Entry& e) {
         if (p.input != i.input)
           continue;
         c10::Storage st = p.external ? c10::Storage(p.external) : it_->memory(p.sid);
-        int64_t own = p.geometry->offset * static_cast<int64_t>(c10::elementSize(p.geometry->dtype));
-        int64_t low = i.low < 0 ? own : i.low;
-        if (st.unsafeGetStorageImpl() && static_cast<int64_t>(st.nbytes()) >= low + i.nbytes)
-          i.start = append(f, static_cast<const char*>(st.data()) + low, i.nbytes);
+        if (!st.unsafeGetStorageImpl())
+          continue;
+        std::tie(i.low, i.nbytes) = bytes_of(i, *p.geometry);
+        if (static_cast<int64_t>(st.nbytes()) >= i.low + i.nbytes)
+          i.start = append(f, static_cast<const char*>(st.data()) + i.low, i.nbytes);
       }
     }
     c.failed |= i.start < 0;

@@ -24,7 +24,7 @@ int32_t Step::describe_external(const at::Tensor& t) {
 void Step::describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args) {
   OpDescription d;
   d.node = &n;
-  d.variant = v;
+  d.variant = v ? v->shared_from_this() : nullptr;
   for (size_t i = 0; i < args.size(); i++) {
     auto type = n.args[i].type;
     if (type == Arg::Wrapped)
@@ -67,8 +67,12 @@ void Step::learn_survivors() {
     int64_t end = i + 1;
     while (end < n && segment >= 0 && program.at(path[end]).segment == segment)
       end++;
-    if (segment >= 0 && segments && segments->by_id[segment]->nodes.size() == static_cast<size_t>(end - i))
-      segments->by_id[segment]->passes++;
+    if (segment >= 0 && segments && segments->by_id[segment]->nodes.size() == static_cast<size_t>(end - i)) {
+      uint64_t shapes = 0;
+      for (int64_t j = i; j < end; j++)
+        shapes = mix(shapes, reinterpret_cast<uintptr_t>(it_->entry(j).variant));
+      segments->by_id[segment]->note_pass(shapes);
+    }
     if (segment >= 0)
       for (int64_t j = i; j < end; j++) {
         const Node& node = program.at(path[j]);

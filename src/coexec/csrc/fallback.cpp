@@ -1,11 +1,11 @@
 // Waiting for values, and leaving co-execution in the middle of an iteration with exactly eager's state.
 #include <cstring>
+#include "raised.h"
 #include "step.h"
 
 namespace coexec {
-void Step::wait(int64_t n, Wait why) {
-  stats.waits[static_cast<int>(why)]++;
-  stats.stall_s += it_->wait_done(n);
+void Step::wait(int64_t n, Wait why, uint64_t location, double waited_s) {
+  waits.add(why, location, waited_s + it_->wait_done(n));
   issue_warnings(*it_, n);
 }
 
@@ -29,7 +29,7 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   close_barrier();
   co_executed_in_a_row_ = 0;
   fallback = Fallback{reason, op, location, current_->id};
-  it_->wait_done(it_->size(), false, Signals::Never);
+  waits.add(Wait::Fallback, location, it_->wait_done(it_->size(), false, Signals::Never));
   it_->close();
   graph.join_iteration();
   undo_failed();
@@ -43,7 +43,7 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   has_trace = true;
   issue_warnings(*it_, static_cast<int64_t>(path.size()));
   if (it_->failed())
-    std::rethrow_exception(it_->error());
+    throw_again(it_->error());
 }
 
 // Ops from the failed one on never happened. Once: the user may have repaired things since an error that came late.

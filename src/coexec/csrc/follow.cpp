@@ -56,6 +56,7 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
 
 bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location) {
   const auto* schema = &op.schema();
+  Node *waiting = nullptr, *other_shapes = nullptr;
   for (int32_t id : current_->children) {
     Node& n = program.at(id);
     if (n.info->schema != schema || n.location != location)
@@ -67,9 +68,9 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
       case Kind::Fetch:
         fetch(n, op, ks, stack);
         return true;
-      case Kind::Sync:
-        sync(n, op, ks, stack);
-        return true;
+      case Kind::Sync: // it fits any inputs: only where no other node of the op does
+        waiting = &n;
+        continue;
       case Kind::Host:
         host(n, op, ks, stack);
         return true;
@@ -80,8 +81,8 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
     if (!v)
       v = infer_variant(n, args);
     if (!v) {
-      fall_back("new shapes", n.info->name, location);
-      return false;
+      other_shapes = &n;
+      continue;
     }
     if (n.kind == Kind::View)
       view(n, *v, op, ks, stack);
@@ -89,6 +90,13 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
       compute(n, *v, stack);
     return true;
   }
+  if (waiting) {
+    match(*waiting, torch::jit::last(*stack, waiting->info->args.size()));
+    sync(*waiting, op, ks, stack);
+    return true;
+  }
+  if (other_shapes)
+    fall_back("new shapes", other_shapes->info->name, location);
   return false;
 }
 
@@ -227,7 +235,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
     stack->push_back(std::move(r));
   it_->publish(n.info->heavy);
   if (foreign_write) // the next line of Python may read that memory without PyTorch
-    wait(index + 1, Wait::ForeignWrite);
+    wait(index + 1, Wait::ForeignWrite, n.location);
 }
 
 void Step::run_now(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
@@ -297,20 +305,21 @@ void Step::view(
   it_->publish(false);
 }
 
-at::Tensor Step::fetched_value(const In& in, int64_t index) {
-  stats.waits[static_cast<int>(Wait::Fetch)]++;
+at::Tensor Step::fetched_value(const Node& n, const In& in, int64_t index) {
   at::Tensor value;
   int64_t needed = in.record->last_write + 1;
-  stats.stall_s += it_->wait_done_or_published(needed, index, &value);
+  double waited_s = it_->wait_done_or_published(needed, index, &value);
   if (it_->done() < needed && value.defined()) {
     // From inside a compiled graph that runs ahead. It counts only if the graph was started with what Python meant.
     std::optional<std::string> why;
     it_->with_run([&](const SegmentRun& run) { why = disagreement(*it_, run, run.base, index); });
-    if (!why)
+    if (!why) {
+      waits.add(Wait::Fetch, n.location, waited_s);
       return value;
+    }
     it_->void_run(*why);
   }
-  wait(needed, Wait::Fetch);
+  wait(needed, Wait::Fetch, n.location, waited_s);
   return tensor_over(it_->memory(in.record->sid), *in.geometry);
 }
 
@@ -324,18 +333,18 @@ void Step::fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks,
   it_->publish(false);
   stats.fetches++;
   if (in.record) {
-    stack->back() = fetched_value(in, index);
+    stack->back() = fetched_value(n, in, index);
   } else if (in.tensor->unsafeGetTensorImpl()->has_storage()) {
     auto w = external_writes_.find(storage_of(*in.tensor));
     if (w != external_writes_.end())
-      wait(w->second + 1, Wait::Fetch);
+      wait(w->second + 1, Wait::Fetch, n.location);
   }
   run_now(op, ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
 // Python waits and the op runs on real tensors: sizes that depend on data, custom ops, sparse tensors ...
 void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
-  wait(it_->size(), Wait::Sync);
+  wait(it_->size(), Wait::Sync, n.location);
   resolve_inputs();
   run_unpublished(n, op, ks, stack);
   release_openmp_workers();
@@ -347,7 +356,7 @@ void Step::await_readers(const c10::StorageImpl* s) {
   for (const auto& r : small_reads_)
     if (r.storage == s) {
       r.node->args[r.arg].snapshot = true;
-      wait(r.index + 1, Wait::Sync);
+      wait(r.index + 1, Wait::Sync, r.node->location);
     }
 }
 
@@ -357,7 +366,7 @@ void Step::host(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, 
   for (const auto& in : in_)
     if (in.tensor->unsafeGetTensorImpl()->has_storage())
       if (auto w = external_writes_.find(storage_of(*in.tensor)); w != external_writes_.end())
-        wait(w->second + 1, n.info->is_fetch ? Wait::Fetch : Wait::Sync);
+        wait(w->second + 1, n.info->is_fetch ? Wait::Fetch : Wait::Sync, n.location);
   for (int16_t w : n.writes)
     await_readers(storage_of(*in_[w].tensor));
   run_unpublished(n, op, ks, stack);

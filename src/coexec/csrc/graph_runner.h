@@ -9,20 +9,26 @@ namespace coexec {
 struct GraphStats {
   double exec_s = 0, stall_s = 0; // since the last reset
   int64_t replayed_ops = 0;
+  int64_t moved_results = 0; // strides that a meta kernel got wrong
   int64_t compiled_runs = 0, discarded_runs = 0;
 };
 
 // Writes the live inputs of one segment to a file while it is replayed, for the check of its artifact.
 struct Capture {
+  // Which bytes of a tensor's storage: those that it touches (from a multiple of 16 on, or from its first one on), or
+  // the given ones, where several inputs look at them.
+  enum class Extent : uint8_t { Touched = 0, FromTheTensor = 1, Given = 2 };
   struct Item {
     int32_t position;
     int16_t input; // flattened input, or -1 for a number
     int16_t arg, element; // of a number
     at::ScalarType number_type;
-    int64_t low, nbytes; // bytes of the input's storage
-    int64_t start = -1; // where they lie in the file; set by the GraphRunner
+    Extent extent; // of a tensor
+    // Set by the GraphRunner: where the bytes lie in the file, how many they are, and where in the storage they began.
+    int64_t start = -1, nbytes = 0, low = 0;
   };
   int32_t segment = -1;
+  std::shared_ptr<const Segment> only; // if there is one: only of a pass with the shapes that it was made for
   std::string path;
   bool with_generator = false;
   std::vector<Item> items;
@@ -49,13 +55,23 @@ class GraphRunner {
  private:
   void loop();
   void run_iteration();
-  int64_t run_segment(const Segment& s, int64_t at);
+  int64_t run_planned(const PlannedSegment& p, int64_t at);
+  int64_t run_segment(const Segment& s, SegmentRun& run);
   void note_trial(const Segment& s, bool compiled, double seconds);
   int64_t give_up(const Segment& s, int64_t at, const std::string& why);
-  const Segment* segment_at(int64_t at);
-  bool gather_inputs(const Segment& s, int64_t at, std::vector<at::Tensor>* inputs);
+  const PlannedSegment* segment_at(int64_t at);
+  const Segment* choose(const PlannedSegment& p, SegmentRun* run);
+  enum class Fit : uint8_t { Yes, No, Unknown };
+  Fit fit(const Segment& s, SegmentRun* run, int32_t* unknown);
+  bool gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown);
+  const Geometry* predicted_geometry(const SegmentInput& in);
+  bool misfit(const char* why) { // returns false
+    misfit_ = why;
+    return false;
+  }
   at::Tensor predict(const SegmentInput& in);
-  at::Tensor computed(const SegmentInput& in);
+  at::Tensor computed(const SegmentInput& in, int64_t before);
+  const Geometry* geometry_of(int32_t slot, int64_t before);
   void remember_sources(const Segment& s, int64_t at);
   std::optional<std::string> unexpected_survivor(const Segment& s, int64_t at);
   void commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results);
@@ -74,8 +90,10 @@ class GraphRunner {
   int threads_ = 0;
   bool flush_denormal_ = false;
   GraphStats stats_;
+  std::vector<int64_t> seen_at_; // per node: log index of its latest entry; see geometry_of
   const Segment* timed_ = nullptr; // a segment in its trial that is being replayed, with the seconds so far
   double timed_s_ = 0;
+  const char* misfit_ = ""; // why the latest version that was tried did not fit
   int64_t replay_until_ = 0; // log index up to which a discarded segment is replayed
 };
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <chrono>
 #include <thread>
+#include "raised.h"
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -231,15 +232,14 @@ void Iteration::orphan() {
   new (&python_cv_) std::condition_variable();
   if (done_.load() < size())
     set_failed(done_.load(),
-        std::make_exception_ptr(c10::Error("coexec: this process was forked while a step of another thread computed "
-                                           "this value: it will never be there",
-            "")));
+        std::make_exception_ptr(
+            std::runtime_error("coexec: this process was forked while a step of another thread computed this value")));
 }
 
 double Iteration::wait_done(int64_t n, bool raise, Signals signals) {
   double s = wait_done_or_published(n, -1, nullptr, signals);
   if (raise && failed() && failed_at_.load() < n)
-    std::rethrow_exception(error_);
+    throw_again(error_);
   return s;
 }
 

@@ -63,7 +63,8 @@ void Step::learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>
   }
 }
 
-// A number that was seen to change is fed from now on. True if one was not until now: artifacts have it as a constant.
+// A number that was seen to change is fed from now on. True if one was not until now: artifacts have it as a constant,
+// and none of the facts that they are chosen by tells of it (a number that decides a shape is such a fact).
 bool Step::learn_arguments(Node& n, const TraceOp& t) {
   bool varies = false;
   for (size_t a = 0; a < t.args.size(); a++) {
@@ -71,7 +72,8 @@ bool Step::learn_arguments(Node& n, const TraceOp& t) {
     auto& known = n.args[a];
     known.snapshot |= seen.snapshot;
     if ((seen.type == Arg::Number || seen.type == Arg::Wrapped) && !same_value(seen.value, known.value)) {
-      varies |= !known.fed;
+      bool shapes = seen.type == Arg::Number && n.info->args[a].shapes;
+      varies |= !known.fed && !shapes;
       known.fed = true;
     }
   }
@@ -80,7 +82,8 @@ bool Step::learn_arguments(Node& n, const TraceOp& t) {
 
 // The shapes of this trace, unless they are known.
 void Step::learn_variant(Node& n, const TraceOp& t) {
-  Variant seen;
+  auto made = std::make_shared<Variant>();
+  Variant& seen = *made;
   std::vector<const ArgInfo*> number_info;
   for (size_t a = 0; a < t.args.size(); a++)
     if (t.args[a].type == Arg::Number) {
@@ -91,15 +94,15 @@ void Step::learn_variant(Node& n, const TraceOp& t) {
     seen.inputs.push_back(in.geometry);
   seen.outputs.assign(t.geometries.begin(), t.geometries.end());
   seen.nbytes.assign(t.nbytes.begin(), t.nbytes.end());
-  for (const auto& v : n.variants) {
-    bool same = v.inputs == seen.inputs && v.numbers.size() == seen.numbers.size();
-    for (size_t k = 0; same && k < v.numbers.size(); k++)
-      same = same_shape_number(*number_info[k], v.numbers[k], seen.numbers[k]);
-    if (same)
+  for (auto& v : n.variants) {
+    bool same = v->inputs == seen.inputs && v->numbers.size() == seen.numbers.size();
+    for (size_t k = 0; same && k < v->numbers.size(); k++)
+      same = same_shape_number(*number_info[k], v->numbers[k], seen.numbers[k]);
+    if (same && (v->outputs == seen.outputs || v->observed))
       return;
   }
   seen.observed = true;
-  n.variants.push_front(std::move(seen)); // the newest shapes are the likeliest
+  add_variant(n, std::move(made));
 }
 
 // From now on these locations get real memory at once (recorded as HOST ops).

@@ -136,8 +136,9 @@ bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
 }
 
 const Variant* Step::find_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
-  for (auto& v : n.variants) {
-    bool same = true;
+  for (size_t at = 0; at < n.variants.size(); at++) {
+    const Variant& v = *n.variants[at];
+    bool same = !v.wrong.load(std::memory_order_relaxed);
     for (size_t k = 0; same && k < in_.size(); k++)
       same = in_[k].geometry ? in_[k].geometry == v.inputs[k]
                              : matches_shape(*v.inputs[k], *in_[k].tensor->unsafeGetTensorImpl());
@@ -148,9 +149,36 @@ const Variant* Step::find_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
           same = number < v.numbers.size() && same_shape_number(n.info->args[i], v.numbers[number], args[i]);
         number++;
       }
-    if (same)
+    if (same) {
+      std::rotate(n.variants.begin(), n.variants.begin() + at, n.variants.begin() + at + 1);
       return &v;
+    }
   }
   return nullptr;
+}
+
+// The newest shapes are the likeliest.
+const Variant* Step::add_variant(Node& n, std::shared_ptr<Variant> v) {
+  n.variants.insert(n.variants.begin(), std::move(v));
+  if (n.variants.size() > Node::kManyVariants)
+    crowded_.push_back(&n);
+  return n.variants.front().get();
+}
+
+// Between iterations: no log refers to one. Those of a compiled segment stay, and so does what was observed most
+// recently, which inferring needs.
+void Step::forget_old_variants() {
+  for (Node* n : crowded_) {
+    size_t kept = 0, observed = 0;
+    auto old = [&](const std::shared_ptr<Variant>& v) {
+      bool keep = v.use_count() > 1 || kept < Node::kManyVariants / 2 || (v->observed && observed < 8);
+      kept++;
+      observed += v->observed;
+      return !keep;
+    };
+    // In order: std::remove_if visits each element once, from the front.
+    n->variants.erase(std::remove_if(n->variants.begin(), n->variants.end(), old), n->variants.end());
+  }
+  crowded_.clear();
 }
 } // namespace coexec

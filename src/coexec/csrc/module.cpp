@@ -127,7 +127,7 @@ py::dict geometry_dict(const Geometry& g) {
   return d;
 }
 
-// (node, argument types, argument values, tensor inputs (slot, external, geometry), out slots, out geometries, nbytes).
+// (node, argument types, argument values, tensor inputs (slot, external, geometry), outputs, facts).
 py::list export_description(Step& s) {
   py::list l;
   for (auto& d : s.description) {
@@ -149,8 +149,9 @@ py::list export_description(Step& s) {
       outs.append(py::make_tuple(d.out_slots[k], d.node->outputs[k].alias, d.node->outputs[k].same_arg >= 0,
           g ? py::object(geometry_dict(*g)) : py::none(), d.variant->nbytes[k]));
     }
-    l.append(
-        py::make_tuple(d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs));
+    auto facts = d.variant ? facts_of(*d.node, *d.variant) : std::vector<int64_t>();
+    l.append(py::make_tuple(
+        d.node->id, static_cast<int>(d.node->kind), d.node->info->name, types, values, inputs, outs, facts));
   }
   return l;
 }
@@ -199,7 +200,10 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
       in.slot = t[2].cast<int32_t>();
       in.written = t[3].cast<bool>();
       in.storage = t[4].cast<int32_t>();
-      in.geometry = of_node.at(g->nodes[in.position])->inputs[in.input].geometry;
+      const auto& seen = of_node.at(g->nodes[in.position])->inputs[in.input];
+      in.geometry = seen.geometry;
+      if (in.slot >= 0) // not the memory, but the view of it that the op was given: its geometry may change
+        in.slot = seen.slot;
       if (in.slot >= 0)
         for (int32_t other : s.program.at(g->nodes[in.position]).producers[in.input])
           if (other >= 0 && other != in.slot)
@@ -208,8 +212,7 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
     g->inputs.push_back(std::move(in));
   }
   for (int32_t slot : d["outputs"].cast<std::vector<int32_t>>()) {
-    int32_t node = s.program.node_of_slot(slot);
-    g->outputs.push_back({slot, of_node.at(node)->variant->outputs[slot - s.program.at(node).slot_base]});
+    g->outputs.push_back({slot});
   }
   for (size_t p = 0; p < g->nodes.size(); p++) {
     auto it = of_node.find(g->nodes[p]);
@@ -235,18 +238,59 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
     auto t = h.cast<py::tuple>();
     auto p = t[0].cast<int32_t>();
     auto a = t[1].cast<int16_t>();
-    g->number_checks.push_back({p, a, of_node.at(g->nodes[p])->args[a]});
+    g->number_checks.push_back({p, a, of_node.at(g->nodes[p])->args[a], -1});
   }
   return g;
 }
 
-void install_segments(Step& s, const std::vector<std::shared_ptr<Segment>>& segments) {
+Expression expression(py::handle tokens) {
+  Expression e;
+  for (auto t : tokens) {
+    auto pair = t.cast<std::pair<int64_t, int64_t>>();
+    e.emplace_back(static_cast<Token>(pair.first), pair.second);
+  }
+  return e;
+}
+
+// (facts, [(position, expression)], [free position]).
+Pattern pattern(py::handle h) {
+  auto t = h.cast<py::tuple>();
+  return {t[0].cast<std::vector<int64_t>>(), t[1].cast<std::vector<std::pair<int32_t, int32_t>>>(),
+      t[2].cast<std::vector<int32_t>>()};
+}
+
+// Makes a segment one for all shapes that the patterns allow. See runtime/dynamic_segment.py for the arguments.
+void make_dynamic(Segment& g, const py::dict& d) {
+  for (auto h : d["expressions"].cast<py::list>())
+    g.expressions.push_back(expression(h));
+  auto patterns = d["input_patterns"].cast<py::list>();
+  for (size_t k = 0; k < g.inputs.size(); k++)
+    if (g.inputs[k].geometry)
+      g.inputs[k].pattern = pattern(patterns[k]);
+  for (auto h : d["patterns"].cast<py::list>())
+    g.patterns.push_back(pattern(h));
+  TORCH_CHECK(g.patterns.size() == g.nodes.size(), "coexec: one pattern per node");
+  auto numbers = d["numbers"].cast<std::vector<int32_t>>();
+  TORCH_CHECK(numbers.size() == g.number_checks.size(), "coexec: one expression per number check, or -1");
+  for (size_t k = 0; k < numbers.size(); k++)
+    g.number_checks[k].expression = numbers[k];
+  for (auto h : d["symbols"].cast<py::list>()) {
+    auto from = h.cast<std::pair<int32_t, int32_t>>();
+    TORCH_CHECK(g.inputs.at(from.first).geometry, "coexec: a symbol is a size of a tensor");
+    g.symbols.push_back({from.first, from.second});
+  }
+}
+
+// In the order of the plan; each with the versions of it that are loaded.
+void install_segments(Step& s,
+    const std::vector<std::pair<std::shared_ptr<PlannedSegment>, std::vector<std::shared_ptr<Segment>>>>& segments) {
   s.graph.join_iteration(); // it may still be looking for what comes after the last op
   for (size_t n = 0; n < s.program.size(); n++)
     s.program.at(static_cast<int32_t>(n)).segment = -1;
   auto table = std::make_shared<SegmentTable>();
-  for (auto& g : segments) {
+  for (auto& [g, versions] : segments) {
     g->id = static_cast<int32_t>(table->by_id.size());
+    g->versions = versions;
     for (size_t p = 0; p < g->nodes.size(); p++) {
       Node& n = s.program.at(g->nodes[p]);
       n.segment = g->id;
@@ -276,62 +320,83 @@ py::dict stats_of(Step& s) {
   d["feeds"] = s.stats.feeds;
   d["fetches"] = s.stats.fetches;
   d["returned_early"] = s.stats.returned_early;
-  d["python_stall_s"] = s.stats.stall_s;
-  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
-  py::dict waits;
-  for (int i = 0; i < static_cast<int>(Wait::Count); i++)
-    waits[names[i]] = s.stats.waits[i];
-  d["waits"] = waits;
+  d["python_stall_s"] = s.waits.seconds();
   auto& g = s.graph.stats();
   d["graph_exec_s"] = g.exec_s;
   d["graph_stall_s"] = g.stall_s;
   d["replayed_ops"] = g.replayed_ops;
+  d["moved_results"] = g.moved_results;
   d["compiled_runs"] = g.compiled_runs;
   d["discarded_runs"] = g.discarded_runs;
   return d;
+}
+
+// (reason, chain of the place, count, seconds) each.
+py::list waits_of(Step& s) {
+  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
+  py::list l;
+  for (int why = 0; why < static_cast<int>(Wait::Count); why++)
+    for (const auto& [location, total] : s.waits.of(static_cast<Wait>(why)))
+      l.append(py::make_tuple(names[why], chain_of(s, location), total.count, total.seconds));
+  return l;
 }
 } // namespace
 } // namespace coexec
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace coexec;
-  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
-      .def(py::init([](const std::vector<int32_t>& nodes) { // not compiled: only its extent is known
-        auto g = std::make_shared<Segment>();
+  py::class_<PlannedSegment, std::shared_ptr<PlannedSegment>>(m, "PlannedSegment")
+      .def(py::init([](const std::vector<int32_t>& nodes) {
+        auto g = std::make_shared<PlannedSegment>();
         g->nodes = nodes;
         return g;
       }))
+      .def_readonly("id", &PlannedSegment::id)
+      .def_readonly("passes", &PlannedSegment::passes)
+      .def_property_readonly("stale", [](PlannedSegment& p) { return p.stale.load(); })
+      .def_readonly("signatures", &PlannedSegment::signatures)
+      .def_readonly("last_signature", &PlannedSegment::last_signature)
+      .def_readonly("unserved", &PlannedSegment::unserved)
+      .def_property_readonly("last_misfit", [](PlannedSegment& p) { return std::string(p.last_misfit.load()); });
+  py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def("load",
           [](Segment& g, const std::string& path) {
             py::gil_scoped_release no_gil;
             g.artifact = std::make_unique<torch::inductor::AOTIModelContainerRunnerCpu>(path, 1);
           })
-      .def_readonly("id", &Segment::id)
-      .def_readonly("passes", &Segment::passes)
+      .def("make_dynamic", &make_dynamic)
+      .def("set_guards",
+          [](Segment& g, const py::list& guards) {
+            g.guards.clear();
+            for (auto h : guards)
+              g.guards.push_back(expression(h));
+          })
       .def_readonly("runs", &Segment::runs)
       .def_readonly("discards", &Segment::discards)
       .def_readonly("last_discard", &Segment::last_discard)
       .def_readonly("compiled_s", &Segment::compiled_s)
       .def_readonly("replayed_s", &Segment::replayed_s)
       .def_readonly("trial", &Segment::trial)
-      .def_property_readonly("slower", [](Segment& g) { return g.slower.load(); })
-      .def_property_readonly("stale", [](Segment& g) { return g.stale.load(); })
-      .def_property_readonly("compiled", [](Segment& g) { return g.artifact != nullptr; })
-      .def("unload", [](Segment& g) { g.artifact.reset(); });
+      .def_property_readonly("slower", [](Segment& g) { return g.slower.load(); });
+  m.def("evaluate",
+      [](py::handle tokens, const std::vector<int64_t>& symbols) { return evaluate(expression(tokens), symbols); });
   py::class_<Capture, std::shared_ptr<Capture>>(m, "Capture")
-      .def(py::init([](int32_t segment, const std::string& path, bool generator, const py::list& items) {
+      .def(py::init([](int32_t segment, std::shared_ptr<Segment> only, const std::string& path, bool generator,
+                        const py::list& items) {
         auto c = std::make_shared<Capture>();
         c->segment = segment;
+        c->only = std::move(only);
         c->path = path;
         c->with_generator = generator;
-        for (auto h : items) { // (position, input, low, nbytes) or (position, arg, element, number type, 0)
+        for (auto h : items) { // (position, input, extent, low, nbytes) or (position, arg, element, number type)
           auto t = h.cast<py::tuple>();
           Capture::Item i{};
           i.position = t[0].cast<int32_t>();
-          if (t.size() == 4) {
+          if (t.size() == 5) {
             i.input = t[1].cast<int16_t>();
-            i.low = t[2].cast<int64_t>();
-            i.nbytes = t[3].cast<int64_t>();
+            i.extent = static_cast<Capture::Extent>(t[2].cast<int>());
+            i.low = t[3].cast<int64_t>();
+            i.nbytes = t[4].cast<int64_t>();
           } else {
             i.input = -1;
             i.arg = t[1].cast<int16_t>();
@@ -345,8 +410,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("failed", &Capture::failed)
       .def_readonly("generator_start", &Capture::generator_start)
       .def_readonly("generator_nbytes", &Capture::generator_nbytes)
-      .def_property_readonly("starts",
-          [](Capture& c) { return tuple_of(c.items, [](const Capture::Item& i) { return py::int_(i.start); }); });
+      .def_property_readonly("pieces", // (start in the file or -1, bytes, first byte in the storage) per item
+          [](Capture& c) {
+            return tuple_of(c.items, [](const Capture::Item& i) { return py::make_tuple(i.start, i.nbytes, i.low); });
+          });
   py::class_<Step>(m, "Step", py::dynamic_attr())
       .def(py::init<>())
       .def("begin_trace",
@@ -392,7 +459,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             auto& n = s.program.at(node); // of the latest shapes; a kind without shapes writes nothing
             if (n.variants.empty())
               return 0;
-            const auto& g = *n.variants.front().inputs[input];
+            const auto& g = *n.variants.front()->inputs[input];
             int64_t count = 1;
             for (auto x : g.sizes)
               count *= x;
@@ -408,6 +475,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("key_until_left", &Step::key_until_left)
       .def("chain", &chain_of)
       .def("stats", &stats_of)
+      .def("waits", &waits_of)
+      .def_property_readonly("stalled_in_calls_s", // without what follows a call that returned early
+          [](Step& s) { return s.waits.seconds() - s.waits.seconds(Wait::Overlap); })
       .def_property_readonly("fallback", &fallback_of)
       .def_readonly("has_trace", &Step::has_trace)
       .def_readonly("path", &Step::path)
@@ -438,8 +508,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("watch_again", &watch_again);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });
   m.def("never_computed", [](const at::Tensor& t) {
-    auto* r = record_of(*t.unsafeGetTensorImpl());
-    return r && r->iteration->failed() && !r->iteration->memory(r->sid).unsafeGetStorageImpl();
+    return t.has_storage() && never_computed(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   });
   m.def("has_key", [](const at::Tensor& t) { return t.key_set().has(c10::DispatchKey::Fake); });
   // Returns a key for unmark_foreign.

@@ -1,6 +1,7 @@
 #include "overlap.h"
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
+#include "raised.h"
 #include "step.h"
 
 namespace coexec {
@@ -51,7 +52,11 @@ void stop_watching(bool raise) {
 // As a Python exception of eager's type and text, with the note that a step's own end would have added.
 [[noreturn]] void throw_python_error(const std::exception_ptr& e, Step* step) {
   pybind11::gil_scoped_acquire gil;
-  torch::translate_exception_to_python(e);
+  try {
+    throw_again(e);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
   PyObject *type, *value, *traceback;
   PyErr_Fetch(&type, &value, &traceback);
   PyErr_NormalizeException(&type, &value, &traceback);

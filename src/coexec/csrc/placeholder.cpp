@@ -183,9 +183,13 @@ void replace_data(StorageRecord* r, c10::DataPtr&& d, size_t nbytes) {
   st->set_nbytes(nbytes);
 }
 
+// The deleter of the DataPtr tells these storages from others: their record is gone.
+void nothing_to_delete(void*) {}
+char nothing;
+
 // The value will never exist: its op, or an earlier one, failed.
 void mark_failed(StorageRecord* r) {
-  replace_data(r, c10::DataPtr(nullptr, c10::Device(c10::kCPU)), r->nbytes);
+  replace_data(r, c10::DataPtr(nullptr, &nothing, &nothing_to_delete, c10::Device(c10::kCPU)), r->nbytes);
   r->impl->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "coexec: this tensor was never computed, because an earlier operation of the step failed");
 }
@@ -215,6 +219,13 @@ void make_ordinary(const c10::StorageImpl* s) {
   drop_placeholder_keys(r);
   it->record_resolved(r);
   delete r;
+}
+
+bool never_computed(const c10::StorageImpl* s) {
+  std::lock_guard<SpinLock> l(records_lock());
+  if (const auto* r = record_of(s))
+    return r->iteration->failed() && !r->iteration->memory(r->sid).unsafeGetStorageImpl();
+  return const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get_deleter() == &nothing_to_delete;
 }
 
 Unresolved unresolved(const c10::StorageImpl* s) {

@@ -112,6 +112,8 @@ struct Unresolved {
   int64_t last_write = -1;
 };
 Unresolved unresolved(const c10::StorageImpl* s);
+// Whether its value will never exist, because an op of its step failed. Also once it is an ordinary storage.
+bool never_computed(const c10::StorageImpl* s);
 // Clears a key left on an ordinary tensor (a `.data =` copy made before its storage was resolved).
 void clear_stale_key(c10::TensorImpl* t);
 // An ordinary tensor with a write still to come: other threads are stopped by the key until the write is done.

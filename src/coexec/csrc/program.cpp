@@ -1,4 +1,5 @@
 #include "program.h"
+#include <cstring>
 
 namespace coexec {
 
@@ -48,6 +49,54 @@ bool same_shape_number(const ArgInfo& info, const c10::IValue& a, const c10::IVa
     return same_value(a, b);
   return a.isInt() == b.isInt() && a.isDouble() == b.isDouble() && a.isBool() == b.isBool() &&
       a.isNone() == b.isNone() && a.isComplexDouble() == b.isComplexDouble();
+}
+
+void append_facts(const Geometry& g, std::vector<int64_t>* facts) {
+  facts->push_back(static_cast<int64_t>(g.dtype));
+  facts->push_back(g.lazy_bits);
+  facts->push_back(g.offset);
+  facts->push_back(static_cast<int64_t>(g.sizes.size()));
+  facts->insert(facts->end(), g.sizes.begin(), g.sizes.end());
+  facts->insert(facts->end(), g.strides.begin(), g.strides.end());
+}
+
+static void append_number(const c10::IValue& v, std::vector<int64_t>* facts) {
+  if (v.isInt()) {
+    facts->push_back(v.toInt());
+  } else if (v.isIntList()) {
+    auto l = v.toIntList();
+    facts->push_back(static_cast<int64_t>(l.size()));
+    for (int64_t x : l)
+      facts->push_back(x);
+  } else if (v.isDouble()) {
+    double x = v.toDouble();
+    int64_t bits = 0;
+    std::memcpy(&bits, &x, sizeof bits);
+    facts->push_back(bits);
+  } else {
+    facts->push_back(v.isBool() ? v.toBool() : -1);
+  }
+}
+
+std::vector<int64_t> facts_of(const Node& n, const Variant& v) {
+  std::vector<int64_t> facts;
+  for (const auto* g : v.inputs)
+    append_facts(*g, &facts);
+  for (const auto* g : v.outputs) {
+    facts.push_back(g != nullptr);
+    if (g)
+      append_facts(*g, &facts);
+  }
+  size_t number = 0;
+  for (size_t i = 0; i < n.args.size(); i++) {
+    if (n.args[i].type != Arg::Number)
+      continue;
+    const auto& value = v.numbers[number++];
+    facts.push_back(value.isInt() ? 1 : value.isIntList() ? 2 : value.isDouble() ? 3 : value.isNone() ? 4 : 5);
+    if (n.info->args[i].shapes)
+      append_number(value, &facts);
+  }
+  return facts;
 }
 
 c10::IValue wrapped_value(const c10::TensorImpl& t) {

@@ -1,6 +1,7 @@
 // The TraceGraph as the native runners follow it. Built by Python (runtime/) from merged traces; read-only while a step
 // is in co-execution.
 #pragma once
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -39,13 +40,16 @@ struct Output {
   int16_t alias = -1; // flattened input whose memory it shares; -1: fresh memory
 };
 
-// Output metadata for one combination of input metadata.
-struct Variant {
+// Output metadata for one combination of input metadata. Shared: a compiled segment keeps those that it was made for.
+struct Variant : std::enable_shared_from_this<Variant> {
   std::vector<const Geometry*> inputs; // per flattened input
   std::vector<c10::IValue> numbers; // per Number argument; see ArgInfo::shapes
   std::vector<const Geometry*> outputs; // null if undefined
   std::vector<size_t> nbytes; // of the storage, for fresh outputs
   bool observed = false; // by running the op; others come from meta kernels
+  // PythonRunner's thread only. Of an observed one: does the op's meta kernel say what really happened?
+  enum class Meta : uint8_t { Untried, Agrees, Disagrees } meta = Meta::Untried;
+  mutable std::atomic<bool> wrong{false}; // inferred, and the kernel then chose other strides: set by the GraphRunner
 };
 
 struct Node {
@@ -61,11 +65,17 @@ struct Node {
   std::vector<std::vector<int32_t>> producers; // per flattened input: slots it may come from (kExternal included)
   std::vector<int32_t> children;
   bool no_meta = false; // its meta kernel raises: see shapes.cpp
-  std::deque<Variant> variants; // stable addresses; newest first
+  static constexpr size_t kManyVariants = 256; // sizes that only ever grow must not be searched and kept for ever
+  std::vector<std::shared_ptr<Variant>> variants; // the latest used first
   int32_t slot_base = 0; // first slot of the outputs
   int32_t segment = -1; // segment it belongs to, and its position in it
   int32_t position = 0;
 };
+
+// A variant as a flat list of integers, in which those that follow sizes are found by position: for every input and
+// output (dtype, lazy bits, offset, dimensions, sizes, strides), for every number that decides shapes its value.
+void append_facts(const Geometry& g, std::vector<int64_t>* facts);
+std::vector<int64_t> facts_of(const Node& n, const Variant& v);
 
 // Metadata and attribute match, shared by the PythonRunner and by recording.
 bool same_value(const c10::IValue& a, const c10::IValue& b);

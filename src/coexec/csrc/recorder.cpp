@@ -129,6 +129,8 @@ void Recorder::record(const OpInfo* info, uint64_t location, uint64_t uid, bool 
     c10::impl::ExcludeDispatchKeyGuard g(c10::DispatchKey::Fake);
     op.redispatchBoxed(ks & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Fake), stack);
   } catch (...) {
+    if (guarded && t.kind != Kind::Fetch)
+      t.kind = Kind::Sync;
     if (t.kind == Kind::Sync) // it did run, and Python may go on behind a handler
       forget_results(t);
     else

@@ -1,6 +1,7 @@
 // The end of a call under `overlap=True`: the step returns while its graph still runs, and takes note of the end later.
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
+#include "raised.h"
 #include "step.h"
 
 namespace coexec {
@@ -18,8 +19,9 @@ bool Step::can_return_early() const {
 void Step::return_early() {
   for (const auto& [storage, index] : external_writes_)
     foreign_use_.writes.insert(storage);
-  for (const auto& s : segments ? segments->by_id : std::vector<std::shared_ptr<Segment>>())
-    foreign_use_.draws |= s->random && s->artifact; // it puts the generator back if its run is discarded
+  for (const auto& p : segments ? segments->by_id : std::vector<std::shared_ptr<PlannedSegment>>())
+    for (const auto& s : p->versions)
+      foreign_use_.draws |= s->random; // it puts the generator back if its run is discarded
   learn_survivors();
   overlap_ = std::make_shared<Overlap>(this, it_, std::move(foreign_use_), std::move(keyed_));
   keyed_.clear();
@@ -36,8 +38,7 @@ bool Step::complete() {
     return true;
   overlap_->settle(); // a signal's exception leaves all as it is
   auto overlap = std::move(overlap_);
-  stats.waits[static_cast<int>(Wait::Overlap)] += overlap->waits;
-  stats.stall_s += overlap->stall_s;
+  waits.add(Wait::Overlap, 0, overlap->stall_s, overlap->waits);
   overlap->step = nullptr;
   if (overlap_here() == overlap) {
     overlap_here().reset();
@@ -53,7 +54,7 @@ bool Step::complete() {
   auto it = it_;
   put_away();
   if (error && overlap->see_error())
-    std::rethrow_exception(error);
+    throw_again(error);
   issue_warnings(*it, static_cast<int64_t>(path.size()));
   return !error;
 }

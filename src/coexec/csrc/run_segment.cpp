@@ -5,9 +5,9 @@
 #include "graph_runner.h"
 
 namespace coexec {
-// The compiled segment that begins at log index `at`, if the path is known: the op is validated, or it is the only one
-// that can come (no Case Select).
-const Segment* GraphRunner::segment_at(int64_t at) {
+// The planned segment that begins at log index `at` and has a compiled version, if the path is known: the op is
+// validated, or it is the only one that can come (no Case Select).
+const PlannedSegment* GraphRunner::segment_at(int64_t at) {
   if (!segments_ || at < replay_until_ || it_->lazy)
     return nullptr;
   int32_t node = -1;
@@ -22,16 +22,13 @@ const Segment* GraphRunner::segment_at(int64_t at) {
   const Node& n = program_->at(node);
   if (n.segment < 0 || n.position != 0)
     return nullptr;
-  const Segment* s = segments_->by_id[n.segment].get();
-  if (!s || !s->artifact || s->slower.load(std::memory_order_relaxed) || s->stale.load(std::memory_order_relaxed))
+  const PlannedSegment* p = segments_->by_id[n.segment].get();
+  if (p->stale.load(std::memory_order_relaxed))
     return nullptr;
-  if (s->trial > 0 && s->trial % 2 == 0) {
-    replay_until_ = at + static_cast<int64_t>(s->nodes.size());
-    timed_ = s;
-    timed_s_ = 0;
-    return nullptr;
-  }
-  return s;
+  for (const auto& s : p->versions)
+    if (!s->slower.load(std::memory_order_relaxed))
+      return p;
+  return nullptr;
 }
 
 void GraphRunner::note_trial(const Segment& s, bool compiled, double seconds) {
@@ -48,45 +45,52 @@ void GraphRunner::note_trial(const Segment& s, bool compiled, double seconds) {
   s.slower.store(quartile(s.compiled_s) > 1.02 * quartile(s.replayed_s));
 }
 
-at::Tensor GraphRunner::predict(const SegmentInput& in) {
+// Of an external that is expected before Python has named it; null if nothing is expected.
+const Geometry* GraphRunner::predicted_geometry(const SegmentInput& in) {
   if (in.misses >= 2)
-    return at::Tensor();
-  c10::Storage storage;
+    return nullptr;
   if (in.step_argument >= 0 && static_cast<size_t>(in.step_argument) < inputs_.size()) {
     const auto& x = inputs_[in.step_argument];
-    auto s = x.alive.lock();
-    if (!s)
-      return at::Tensor();
-    storage = c10::Storage(std::move(s));
-    if (x.geometry->lazy_bits) // no compiled segment takes one
-      return at::Tensor();
-    if (is_foreign(x.storage)) { // other code may write it meanwhile: see same_bytes in segment.cpp
-      at::Tensor copy = copy_as_it_lies(storage, *x.geometry);
-      return matches_shape(*in.geometry, *copy.unsafeGetTensorImpl()) ? copy : at::Tensor();
-    }
-    if (!same_shape(*x.geometry, *in.geometry))
-      return at::Tensor();
-    return record_of(x.storage) ? at::Tensor() : tensor_over(storage, *x.geometry);
-  } else if (in.has_last) {
-    auto s = in.last.lock();
-    if (!s)
-      return at::Tensor();
-    storage = c10::Storage(std::move(s));
-  } else {
-    return at::Tensor();
+    // No compiled segment takes a conjugated or negated view.
+    return !x.storage || x.alive.expired() || x.geometry->lazy_bits ? nullptr : x.geometry;
   }
-  if (record_of(storage.unsafeGetStorageImpl()) || is_foreign(storage.unsafeGetStorageImpl()))
+  return in.has_last && !in.last.expired() ? in.last_geometry : nullptr;
+}
+
+at::Tensor GraphRunner::predict(const SegmentInput& in) {
+  bool argument = in.step_argument >= 0 && static_cast<size_t>(in.step_argument) < inputs_.size();
+  auto s = argument ? inputs_[in.step_argument].alive.lock() : in.last.lock();
+  if (!s)
     return at::Tensor();
-  return tensor_over(storage, *in.last_geometry);
+  const Geometry& g = argument ? *inputs_[in.step_argument].geometry : *in.last_geometry;
+  auto* memory = s.get();
+  if (record_of(memory))
+    return at::Tensor();
+  c10::Storage storage(std::move(s));
+  if (!is_foreign(memory))
+    return tensor_over(storage, g);
+  // Other code may write it meanwhile: see same_bytes in segment.cpp. Of the last iteration's, it may have written it.
+  return argument ? copy_as_it_lies(storage, g) : at::Tensor();
+}
+
+// How a value that an earlier op of this iteration made lies in memory; null if none made it.
+const Geometry* GraphRunner::geometry_of(int32_t slot, int64_t before) {
+  int32_t node = program_->node_of_slot(slot);
+  int64_t i = seen_at_[node];
+  if (i < 0 || i >= before)
+    return nullptr;
+  const Variant* v = it_->entry(i).variant;
+  return v ? v->outputs[slot - program_->at(node).slot_base] : nullptr;
 }
 
 // A value of an earlier segment: of those that may stand there, the one that this iteration made. Validation tells
 // later whether Python meant it.
-at::Tensor GraphRunner::computed(const SegmentInput& in) {
+at::Tensor GraphRunner::computed(const SegmentInput& in, int64_t before) {
   auto value = [&](int32_t slot) {
     int32_t sid = it_->sid_of(slot);
-    bool there = sid >= 0 && it_->memory(sid).unsafeGetStorageImpl();
-    return there ? tensor_over(it_->memory(sid), *in.geometry) : at::Tensor();
+    const Geometry* g = geometry_of(slot, before);
+    bool there = g && sid >= 0 && it_->memory(sid).unsafeGetStorageImpl();
+    return there ? tensor_over(it_->memory(sid), *g) : at::Tensor();
   };
   at::Tensor t = value(in.slot);
   for (size_t k = 0; !t.defined() && k < in.alternatives.size(); k++)
@@ -94,44 +98,113 @@ at::Tensor GraphRunner::computed(const SegmentInput& in) {
   return t;
 }
 
-// All inputs of the artifact. Waits for Python only where a value cannot be predicted. False: replay instead.
-bool GraphRunner::gather_inputs(const Segment& s, int64_t at, std::vector<at::Tensor>* inputs) {
+// Collects the inputs of the artifact as far as they are known. False: one is not what the artifact takes. `unknown`:
+// position of the first op that Python must have validated before more can be said, or -1.
+bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown) {
   Iteration& it = *it_;
-  if (s.commit &&
-      it.wait_validated(at, static_cast<int64_t>(s.nodes.size()), &stats_.stall_s) != Iteration::Ahead::Validated)
-    return false;
-  for (const auto& in : s.inputs) {
+  *unknown = -1;
+  std::vector<const Geometry*> geometries(s.inputs.size(), nullptr);
+  run->used.assign(s.inputs.size(), at::Tensor());
+  std::vector<bool> predicted(s.inputs.size(), false);
+  for (size_t k = 0; k < s.inputs.size(); k++) {
+    const auto& in = s.inputs[k];
+    at::Tensor t;
     if (in.geometry && in.slot >= 0) {
-      at::Tensor t = computed(in);
+      t = computed(in, run->base);
       if (!t.defined())
-        return false;
-      inputs->push_back(std::move(t));
+        return misfit("a value of an earlier segment is not there");
+    } else if (in.geometry && !s.commit && (geometries[k] = predicted_geometry(in))) {
+      predicted[k] = true;
+    } else if (it.validated() <= run->base + in.position) {
+      *unknown = *unknown < 0 ? in.position : *unknown;
       continue;
+    } else {
+      Entry& e = it.entry(run->base + in.position);
+      if (e.node->id != s.nodes[in.position] || (!in.geometry && !number_fits(e, in)))
+        return misfit("another path, or a number of another type");
+      t = in.geometry ? segment_argument(e, in.input) : number_tensor(e, in);
+      if (!t.defined())
+        return misfit("a computed value where memory from outside was");
     }
-    if (in.geometry && !s.commit) {
-      at::Tensor t = predict(in);
-      if (t.defined()) {
-        inputs->push_back(std::move(t));
-        continue;
-      }
-    }
-    if (!it.wait_input(at + in.position, &stats_.stall_s))
-      return false;
-    Entry& e = it.entry(at + in.position);
-    if (e.node->id != s.nodes[in.position] || e.variant != s.variants[in.position])
-      return false;
-    if (!in.geometry) {
-      if (!number_fits(e, in))
-        return false;
-      inputs->push_back(number_tensor(e, in));
+    if (in.geometry && !predicted[k])
+      geometries[k] = intern_of(*t.unsafeGetTensorImpl());
+    if (s.symbols.empty() && in.geometry && !same_shape(*geometries[k], *in.geometry))
+      return misfit("an input of other sizes");
+    run->used[k] = std::move(t);
+  }
+  if (*unknown >= 0)
+    return true;
+  if (!s.symbols.empty() && !bind_symbols(s, geometries, &run->symbols))
+    return misfit("sizes that its guards or patterns exclude");
+  for (size_t k = 0; k < s.inputs.size(); k++) { // last: a copy is made of what other code may change
+    if (!predicted[k])
       continue;
+    run->used[k] = predict(s.inputs[k]);
+    if (!run->used[k].defined()) { // it died meanwhile
+      if (it.validated() > run->base + s.inputs[k].position)
+        return misfit("a predicted input was gone");
+      s.inputs[k].misses++;
+      *unknown = s.inputs[k].position;
+      return true;
     }
-    at::Tensor t = segment_argument(e, in.input);
-    if (!t.defined() || !matches_shape(*in.geometry, *t.unsafeGetTensorImpl()))
-      return false;
-    inputs->push_back(std::move(t));
   }
   return true;
+}
+
+// Can version `s` compute what comes? Fills `run`.
+GraphRunner::Fit GraphRunner::fit(const Segment& s, SegmentRun* run, int32_t* unknown) {
+  run->segment = &s;
+  if (!gather_inputs(s, run, unknown))
+    return Fit::No;
+  if (*unknown >= 0)
+    return Fit::Unknown;
+  int64_t there = std::min<int64_t>(it_->validated() - run->base, static_cast<int64_t>(s.nodes.size()));
+  for (int64_t p = 0; p < there; p++) {
+    const Entry& e = it_->entry(run->base + p);
+    if (e.node->id != s.nodes[p] || !fits_entry(s, p, e, run->symbols)) {
+      misfit("an op on other shapes");
+      return Fit::No;
+    }
+  }
+  return Fit::Yes;
+}
+
+// The first version that fits, with its inputs in `run`. Waits for Python only where an input cannot be predicted.
+// Null: replay.
+const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
+  Iteration& it = *it_;
+  bool commits = p.versions.front()->commit;
+  if (commits &&
+      it.wait_validated(run->base, static_cast<int64_t>(p.nodes.size()), &stats_.stall_s) !=
+          Iteration::Ahead::Validated) {
+    give_up(*p.versions.front(), run->base, "Python did not get to its end");
+    return nullptr;
+  }
+  for (;;) {
+    const Segment* waiting = nullptr;
+    int32_t position = -1;
+    for (const auto& s : p.versions) {
+      int32_t unknown = -1;
+      if (s->slower.load(std::memory_order_relaxed))
+        continue;
+      Fit f = fit(*s, run, &unknown);
+      if (f == Fit::Yes)
+        return s.get();
+      if (f == Fit::Unknown && !waiting) {
+        waiting = s.get();
+        position = unknown;
+      }
+    }
+    if (!waiting) {
+      p.unserved++;
+      p.last_misfit.store(misfit_, std::memory_order_relaxed);
+      return nullptr;
+    }
+    if (!it.wait_input(run->base + position, &stats_.stall_s)) {
+      give_up(*waiting, run->base, "an input was not there");
+      return nullptr;
+    }
+  }
 }
 
 // Two inputs that were distinct memory when the artifact was compiled must be distinct now if one of them is written.
@@ -147,13 +220,24 @@ static bool distinct_where_written(const Segment& s, const std::vector<at::Tenso
   return true;
 }
 
-// Runs the compiled segment that begins at `at`. Returns the log index behind it, or `at` if it must be replayed.
-int64_t GraphRunner::run_segment(const Segment& s, int64_t at) {
+// Runs a version of the segment that begins at `at`. Returns the log index behind it, or `at` if it must be replayed.
+int64_t GraphRunner::run_planned(const PlannedSegment& p, int64_t at) {
+  SegmentRun run{nullptr, at, {}, {}};
+  const Segment* s = choose(p, &run);
+  if (!s)
+    return at;
+  if (s->trial > 0 && s->trial % 2 == 0) { // replay's turn
+    timed_ = s;
+    timed_s_ = 0;
+    return at;
+  }
+  return run_segment(*s, run);
+}
+
+int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   Iteration& it = *it_;
-  SegmentRun run{&s, at, {}};
+  int64_t at = run.base;
   auto n = static_cast<int64_t>(s.nodes.size());
-  if (!gather_inputs(s, at, &run.used))
-    return give_up(s, at, "an input was not there");
   if (!distinct_where_written(s, run.used))
     return give_up(s, at, "inputs share memory");
   if (s.commit) // everything is known: check before the writes
@@ -207,6 +291,8 @@ int64_t GraphRunner::run_segment(const Segment& s, int64_t at) {
     return give_up(s, at, *why);
   }
   t0 = Clock::now();
+  for (int64_t p = 0; p < n; p++)
+    seen_at_[s.nodes[p]] = at + p;
   commit(s, at, run, results);
   note_trial(s, true, run_s + std::chrono::duration<double>(Clock::now() - t0).count());
   s.runs++;
@@ -259,7 +345,7 @@ void GraphRunner::remember_sources(const Segment& s, int64_t at) {
       auto alive = x.storage ? x.alive.lock() : c10::intrusive_ptr<c10::StorageImpl>();
       if (!alive)
         continue;
-      bool same = x.storage == p && same_shape(*x.geometry, *in.geometry);
+      bool same = x.storage == p && matches_shape(*x.geometry, *t.unsafeGetTensorImpl());
       bool copied = !same && is_foreign(x.storage) && same_bytes(t, tensor_over(c10::Storage(alive), *x.geometry));
       if (same || copied)
         in.step_argument = static_cast<int32_t>(k);
@@ -277,8 +363,9 @@ void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, st
   size_t r = 0;
   for (const auto& o : s.outputs) {
     auto& t = results[r++];
-    TORCH_INTERNAL_ASSERT(matches(*o.geometry, *t.unsafeGetTensorImpl()), "coexec: a compiled segment returned ",
-        t.sizes(), " strides ", t.strides());
+    const Geometry* g = geometry_of(o.slot, at + static_cast<int64_t>(s.nodes.size()));
+    TORCH_INTERNAL_ASSERT(g && matches(*g, *t.unsafeGetTensorImpl()), "coexec: a compiled segment returned ", t.sizes(),
+        " strides ", t.strides());
     it.set_memory(o.slot, t.storage());
   }
   if (!s.commit)

@@ -77,6 +77,51 @@ bool number_fits(const Entry& e, const SegmentInput& in) {
   }
 }
 
+bool fits_entry(const Segment& s, size_t position, const Entry& e, const std::vector<int64_t>& symbols) {
+  const Variant* made_for = s.variants[position].get();
+  if (s.symbols.empty() || !made_for || !e.variant)
+    return e.variant == made_for;
+  return s.patterns[position].agrees(facts_of(*e.node, *e.variant), s.expressions, symbols);
+}
+
+bool bind_symbols(const Segment& s, const std::vector<const Geometry*>& inputs, std::vector<int64_t>* symbols) {
+  symbols->clear();
+  for (const auto& from : s.symbols) {
+    const Geometry* g = inputs[from.input];
+    if (g->sizes.size() <= static_cast<size_t>(from.dimension))
+      return false;
+    symbols->push_back(g->sizes[from.dimension]);
+  }
+  for (const auto& guard : s.guards)
+    if (evaluate(guard, *symbols).value_or(0) == 0)
+      return false;
+  std::vector<int64_t> facts;
+  for (size_t k = 0; k < inputs.size(); k++) {
+    if (!inputs[k])
+      continue;
+    facts.clear();
+    append_facts(*inputs[k], &facts);
+    if (!s.inputs[k].pattern.agrees(facts, s.expressions, *symbols))
+      return false;
+  }
+  return true;
+}
+
+void PlannedSegment::note_pass(uint64_t signature) {
+  passes++;
+  last_signature = signature;
+  for (auto& s : signatures)
+    if (s.first == signature) {
+      s.second++;
+      return;
+    }
+  if (signatures.size() == kSignatures) {
+    auto rarer = [](const auto& a, const auto& b) { return a.second < b.second; };
+    signatures.erase(std::min_element(signatures.begin(), signatures.end(), rarer));
+  }
+  signatures.emplace_back(signature, 1);
+}
+
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to) {
   const Segment& s = *run.segment;
   for (int64_t i = from; i < to; i++) {
@@ -84,7 +129,7 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
     auto p = static_cast<size_t>(i - run.base);
     if (p >= s.nodes.size() || e.node->id != s.nodes[p])
       return "another path";
-    if (e.variant != s.variants[p])
+    if (!fits_entry(s, p, e, run.symbols))
       return "other shapes";
   }
   for (const auto& c : s.checks) {
@@ -116,8 +161,12 @@ std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, in
     if (i < from || i >= to)
       continue;
     const Entry& e = it.entry(i);
-    // A VIEW has no arguments to execute. Its numbers decide its shape, and that has been compared.
-    if (!e.args.empty() && !same_value(e.args[c.arg], c.value))
+    if (e.args.empty()) // a VIEW has nothing to execute; its numbers decide its shape, and that has been compared
+      continue;
+    const auto& now = e.args[c.arg];
+    bool same = c.expression < 0 ? same_value(now, c.value)
+                                 : now.isInt() && now.toInt() == evaluate(s.expressions[c.expression], run.symbols);
+    if (!same)
       return "another number at " + e.node->info->name;
   }
   return std::nullopt;

@@ -2,6 +2,7 @@
 // call.
 #pragma once
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
+#include "expression.h"
 #include "iteration.h"
 
 namespace coexec {
@@ -20,7 +21,8 @@ struct SegmentInput {
   int16_t input; // flattened input of that node (tensors)
   int32_t slot; // value of an earlier segment, or kExternal
   std::vector<int32_t> alternatives; // other values that may stand there, by path (the data side of Case Select)
-  const Geometry* geometry; // null for a number
+  const Geometry* geometry; // null for a number; of an artifact with symbolic sizes only an example
+  Pattern pattern; // what its geometry must be, of an artifact with symbolic sizes
   int16_t arg, element; // of the number
   at::ScalarType number_type;
   bool written; // the segment writes this memory
@@ -36,7 +38,6 @@ struct SegmentInput {
 
 struct SegmentOutput {
   int32_t slot; // the base value of its memory
-  const Geometry* geometry;
 };
 
 // What an argument of a node was when the artifact was compiled; anything else voids a run.
@@ -48,16 +49,26 @@ struct SegmentCheck {
   int32_t segment_input; // the artifact's input that stands for this argument, or -1: made in the segment
 };
 
-struct SegmentNumberCheck { // a float that varied elsewhere but is a constant of this artifact
+struct SegmentNumberCheck { // a number that varied elsewhere but is a constant of this artifact
   int32_t position;
   int16_t arg;
   c10::IValue value;
+  int32_t expression; // it follows sizes instead; -1: it does not
 };
 
+// Where an artifact with symbolic sizes reads a symbol.
+struct SymbolSource {
+  int32_t input, dimension;
+};
+
+// One compiled version of a planned segment: for the shapes that it was made for, or for all that its patterns allow.
 struct Segment {
-  int32_t id = -1;
   std::vector<int32_t> nodes;
-  std::vector<const Variant*> variants; // per node; null where the op has none
+  std::vector<SymbolSource> symbols; // empty: for one set of shapes
+  std::vector<Expression> expressions; // over the symbols; patterns and number checks refer to them
+  std::vector<Expression> guards; // the artifact is valid where all of them are true
+  std::vector<Pattern> patterns; // per node, of facts_of() its variant
+  std::vector<std::shared_ptr<const Variant>> variants; // per node; null where the op has none
   bool commit = false; // writes in place, after Python validated all of it
   bool random = false;
   std::vector<SegmentInput> inputs;
@@ -73,14 +84,30 @@ struct Segment {
   mutable int trial = kTrialPasses;
   mutable std::vector<double> compiled_s, replayed_s;
   mutable std::atomic<bool> slower{false};
-  mutable std::atomic<bool> stale{false}; // a number that the artifact has as a constant was seen to vary
-  mutable int64_t passes = 0; // whole passes of Python through it, by whatever executor
   mutable int64_t runs = 0, discards = 0;
   mutable std::string last_discard;
 };
 
+// A segment of the plan: a stretch of the log, and the artifacts that may compute it.
+struct PlannedSegment {
+  int32_t id = -1;
+  std::vector<int32_t> nodes;
+  std::vector<std::shared_ptr<Segment>> versions; // loaded ones, tried in order; changed between iterations only
+  // A number that the versions have as a constant was seen to vary: none of them may run.
+  std::atomic<bool> stale{false};
+  int64_t passes = 0; // whole passes of Python through it, by whatever executor
+  // How often Python passed through it with which shapes. Bounded: the rarest are forgotten.
+  static constexpr size_t kSignatures = 64;
+  std::vector<std::pair<uint64_t, int64_t>> signatures;
+  uint64_t last_signature = 0;
+  mutable int64_t unserved = 0; // passes that no version was made for, while there were some; and why the latest
+  mutable std::atomic<const char*> last_misfit{""};
+
+  void note_pass(uint64_t signature);
+};
+
 struct SegmentTable {
-  std::vector<std::shared_ptr<Segment>> by_id;
+  std::vector<std::shared_ptr<PlannedSegment>> by_id;
 };
 
 // A compiled run in progress: what it was started with. Read by the PythonRunner when it takes a published value.
@@ -88,7 +115,13 @@ struct SegmentRun {
   const Segment* segment;
   int64_t base; // log index of the first node
   std::vector<at::Tensor> used; // per input
+  std::vector<int64_t> symbols; // their values, of an artifact with symbolic sizes
 };
+
+// Was the artifact made for this entry's shapes?
+bool fits_entry(const Segment& s, size_t position, const Entry& e, const std::vector<int64_t>& symbols);
+// Reads the symbols from the geometries of the inputs. False: the artifact was not made for these.
+bool bind_symbols(const Segment& s, const std::vector<const Geometry*>& inputs, std::vector<int64_t>* symbols);
 
 // Does the log agree with what the run was started with, for the entries [from, to)? Returns the reason if not.
 std::optional<std::string> disagreement(Iteration& it, const SegmentRun& run, int64_t from, int64_t to);

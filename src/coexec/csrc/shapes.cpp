@@ -28,9 +28,12 @@ at::Tensor on_meta(const Geometry& g) {
 
 // Strides that CPU kernels choose by more than metadata rules: never guessed.
 bool chooses_layout(const std::string& name) {
-  return name.find("convolution") != std::string::npos || name.find("mkldnn") != std::string::npos ||
-      name.find("fft") != std::string::npos || name.find("linalg") != std::string::npos ||
-      name.find("attention") != std::string::npos || name.find("lstm") != std::string::npos;
+  return name.find("mkldnn") != std::string::npos || name.find("fft") != std::string::npos ||
+      name.find("linalg") != std::string::npos || name.find("lstm") != std::string::npos;
+}
+// Matrix products lay out their result alike, however their operands lie.
+bool ignores_layout(const std::string& name) {
+  return name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm";
 }
 // Sizes aside, do they lie in memory alike? Kernels choose the strides of their outputs by that, and meta kernels do
 // not always choose the same.
@@ -135,37 +138,46 @@ static bool run_meta(const Node& n, c10::ArrayRef<c10::IValue> args, Variant* v)
   return true;
 }
 
+// Does the meta kernel say what really happened when `seen` was observed? Asked once.
+static bool tells_the_truth(const Node& n, c10::ArrayRef<c10::IValue> args, Variant& seen) {
+  if (seen.meta != Variant::Meta::Untried)
+    return seen.meta == Variant::Meta::Agrees;
+  Variant again;
+  again.inputs = seen.inputs;
+  std::vector<c10::IValue> old(args.begin(), args.end());
+  size_t number = 0;
+  for (size_t i = 0; i < n.args.size(); i++)
+    if (n.args[i].type == Arg::Number)
+      old[i] = seen.numbers[number++];
+  bool agrees = run_meta(n, old, &again) && again.outputs == seen.outputs;
+  seen.meta = agrees ? Variant::Meta::Agrees : Variant::Meta::Disagrees;
+  return agrees;
+}
+
 const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
-  constexpr size_t kMaxVariants = 512;
-  if (n.no_meta || n.variants.empty() || n.variants.size() >= kMaxVariants || !n.info->handle ||
-      chooses_layout(n.info->name))
+  if (n.no_meta || n.variants.empty() || !n.info->handle || chooses_layout(n.info->name))
     return nullptr;
   try {
-    Variant v;
+    auto made = std::make_shared<Variant>();
+    Variant& v = *made;
     for (auto& in : in_)
       v.inputs.push_back(in.geometry ? in.geometry : intern_of(*in.tensor->unsafeGetTensorImpl()));
     for (size_t i = 0; i < n.args.size(); i++)
       if (n.args[i].type == Arg::Number)
         v.numbers.push_back(args[i]);
-    // Does the meta kernel agree with what really happened to inputs that lay like these?
-    auto seen = std::find_if(
-        n.variants.begin(), n.variants.end(), [&](const Variant& s) { return s.observed && same_layouts(s, v); });
-    if (seen == n.variants.end())
+    // Was it guessed wrong before?
+    if (std::any_of(n.variants.begin(), n.variants.end(), [](const auto& s) { return s->wrong.load(); })) {
+      n.no_meta = true;
       return nullptr;
-    Variant again;
-    again.inputs = seen->inputs;
-    std::vector<c10::IValue> old(args.begin(), args.end());
-    size_t number = 0;
-    for (size_t i = 0; i < n.args.size(); i++)
-      if (n.args[i].type == Arg::Number)
-        old[i] = seen->numbers[number++];
-    if (!run_meta(n, old, &again) || again.outputs != seen->outputs)
+    }
+    // Something was observed with inputs that lay like these, and the meta kernel would have said the same.
+    bool free = ignores_layout(n.info->name);
+    auto seen = std::find_if(n.variants.begin(), n.variants.end(),
+        [&](const auto& s) { return s->observed && (free || same_layouts(*s, v)); });
+    if (seen == n.variants.end() || !tells_the_truth(n, args, **seen) || !run_meta(n, args, &v))
       return nullptr;
-    if (!run_meta(n, args, &v))
-      return nullptr;
-    n.variants.push_front(std::move(v));
     stats.inferred_shapes++;
-    return &n.variants.front();
+    return add_variant(n, std::move(made));
   } catch (const std::exception&) { // no meta kernel, or one that needs data; eager will say what is wrong, if anything
     n.no_meta = true;
     return nullptr;

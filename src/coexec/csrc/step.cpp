@@ -83,6 +83,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
       give_freed_memory_back(); // what this thread's arena has free from tracing
     host_writes_.clear();
     small_reads_.clear();
+    forget_old_variants();
     graph.start(it_, segments, step_arguments_);
   }
   active_step() = this;
@@ -166,8 +167,7 @@ bool Step::finish() {
 }
 
 void Step::complete_iteration() {
-  stats.waits[static_cast<int>(Wait::StepEnd)]++;
-  stats.stall_s += it_->wait_done(it_->size()); // warnings come when the iteration has been left
+  waits.add(Wait::StepEnd, 0, it_->wait_done(it_->size())); // warnings come when the iteration has been left
   it_->close();
   resolve_all();
 }

@@ -6,6 +6,7 @@
 #include "places.h"
 #include "recorder.h"
 #include "upcalls.h"
+#include "waits.h"
 
 namespace coexec {
 
@@ -17,9 +18,7 @@ struct LocationInfo {
 };
 
 struct StepStats {
-  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0,
-          waits[static_cast<int>(Wait::Count)] = {};
-  double stall_s = 0;
+  int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0;
 };
 
 // One op of a co-executed iteration, as a backend is told about it (backends/spec.py).
@@ -31,7 +30,7 @@ struct OpDescription {
     const Geometry* geometry;
   };
   Node* node;
-  const Variant* variant;
+  std::shared_ptr<const Variant> variant; // null where the op has none
   std::vector<c10::IValue> args; // tensors left out
   std::vector<Input> inputs;
   std::vector<int32_t> out_slots; // value of each output (the first with its memory and geometry); -1 if undefined
@@ -91,6 +90,7 @@ class Step {
   bool has_trace = false; // the iteration was traced, wholly or from a fallback on
   std::optional<Fallback> fallback;
   StepStats stats;
+  WaitLog waits;
   std::shared_ptr<const SegmentTable> segments;
   std::vector<int32_t> path; // nodes of the last co-executed iteration
   ska::flat_hash_map<uint64_t, LocationInfo> locations;
@@ -134,6 +134,8 @@ class Step {
   bool match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t element);
   const Variant* infer_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
+  const Variant* add_variant(Node& n, std::shared_ptr<Variant> v);
+  void forget_old_variants();
   void advance(Node& n);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
   Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
@@ -150,7 +152,7 @@ class Step {
   Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
   bool is_final(const at::Tensor& t) const;
-  at::Tensor fetched_value(const In& in, int64_t index);
+  at::Tensor fetched_value(const Node& n, const In& in, int64_t index);
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
   int32_t describe_external(const at::Tensor& t);
   void learn_survivors();
@@ -158,8 +160,9 @@ class Step {
   void link_path(const std::vector<int32_t>& nodes);
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
   static bool learn_arguments(Node& n, const TraceOp& t);
-  static void learn_variant(Node& n, const TraceOp& t);
-  void wait(int64_t n, Wait why);
+  void learn_variant(Node& n, const TraceOp& t);
+  // `waited_s`: what the caller has waited for it already.
+  void wait(int64_t n, Wait why, uint64_t location, double waited_s = 0);
   void issue_warnings(Iteration& it, int64_t n);
   void forget_failed_gradients();
   void note_host_write(const In& in);
@@ -196,6 +199,7 @@ class Step {
   std::optional<Fallback> failure_; // the kernel's error of this iteration, once it has been undone
   bool in_backward_ = false;
   bool barrier_open_ = false;
+  std::vector<Node*> crowded_; // nodes with more variants than are kept
   std::vector<HostWrite> host_writes_; // of this iteration, in order
   std::vector<SmallRead> small_reads_; // of this iteration
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered

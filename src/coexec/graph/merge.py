@@ -53,6 +53,13 @@ def merge(graph: TraceGraph, trace: Trace) -> MergeResult:
     return _Merger(graph, trace).run()
 
 
+def first_news(result: MergeResult) -> int | None:
+    """Returns the node of the earliest op of the trace that brought something new; None if only its end did."""
+    news = {node for node, _ in (*result.new_nodes, *result.new_fed, *result.new_foreign, *result.new_ambiguous)}
+    news |= {node for _, node in result.new_edges} | {node for node, _, _ in result.new_inputs}
+    return next((node for node in result.nodes if node in news), None)
+
+
 class _Merger:
     """One merge."""
 

@@ -14,24 +14,36 @@ import sys
 from pathlib import Path
 
 from coexec.errors import CacheFolderError, NativeBuildError
-from coexec.intercept.compile_core import SOURCES, build
+from coexec.intercept.guard import stand_guard
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Builds in this process; ends early when the parent is gone. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m coexec.intercept", description="Builds coexec's native core.")
-    parser.add_argument("--sources", type=Path, default=SOURCES, help="folder of the C++ files")
+    parser.add_argument("--sources", type=Path, help="folder of the C++ files")
     parser.add_argument("--parent", type=int, help="end when this is no longer the parent, and say nothing on stderr")
     options = parser.parse_args(arguments)
     parent = options.parent or os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an exception, so that the compiler is ended too
+    if options.parent is not None:
+        stand_guard(parent)
+    from coexec.intercept.compile_core import SOURCES, build  # imports torch: the guard need not be so large
+
+    # As an exception, so that the compiler is ended too. SIGHUP: the kernel sends it to a stopped group without parent.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _give_up)
     try:
-        path = build(options.parent is None, options.sources, should_stop=lambda: os.getppid() != parent)
+        path = build(options.parent is None, options.sources or SOURCES, should_stop=lambda: os.getppid() != parent)
     except NativeBuildError as error:
         return _print_result({"error": str(error), "missing": error.missing, "log": error.log})
     except CacheFolderError as error:
         return _print_result({"error": str(error)})
     return _print_result({"path": str(path)})
+
+
+def _give_up(number: int, _frame: object) -> None:
+    for other in (signal.SIGTERM, signal.SIGHUP):  # the guard and the kernel may both say so: once is enough
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(1)
 
 
 def _print_result(result: dict[str, str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from coexec.errors import CoexecError, UnsupportedTorchError
+from coexec.errors import CoexecError, MachineError, UnsupportedTorchError
 from coexec.intercept import reads
 from coexec.intercept.after_failure import forget_gradients
 from coexec.intercept.background import pacer
@@ -41,12 +41,15 @@ def native_if_ready() -> ModuleType | None:
 
 
 def _load_once() -> None:
-    """Under the lock: another thread may have been here first."""
+    """Under the lock: another thread may have been here first.
+
+    A mistake of the user's (a variable without meaning) is raised, and does not decide for the rest of the process.
+    """
     global _module, _error
     if _module is None and _error is None:
         try:
             _module = _load_or_start()
-        except CoexecError as error:
+        except MachineError as error:
             _error = error
 
 

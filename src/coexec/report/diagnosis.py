@@ -60,6 +60,7 @@ def diagnose() -> Diagnosis:
         "ninja": _ninja,
         "cpu": _cpu,
         "threads": _threads,
+        "entry point": _entry_point,
         "cache": _cache,
         "store": _store,
         "keys": _keys,
@@ -188,6 +189,18 @@ def _threads() -> Iterator[Check]:
         yield Check("threads", "ok", found)
 
 
+def _entry_point() -> Iterator[Check]:
+    """What makes `torch.compile(backend="coexec")` work in a program that does not import coexec."""
+    from importlib.metadata import entry_points
+
+    found = [point for point in entry_points(group="torch_dynamo_backends") if point.name == "coexec"]
+    if found:
+        yield Check("entry point", "ok", f'torch.compile(backend="coexec") is {found[0].value}')
+        return
+    advice = "pip install coexec (or pip install -e .); until then `import coexec` before torch.compile registers it"
+    yield Check("entry point", "warning", "coexec is not installed as a package: no entry point for Dynamo", advice)
+
+
 # The database --------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +209,10 @@ def _cache() -> Iterator[Check]:
 
     folder = config.cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if existing == folder and folder.stat().st_mode & 0o022:
+        found = f"{folder} can be written by others, so nothing in it is used"
+        yield Check("cache", "problem", found, f"chmod go-w {folder}, or set COEXEC_CACHE_DIR to a private folder")
+        return
     if not os.access(existing, os.W_OK):
         yield Check("cache", "warning", f"{folder} cannot be written", "set COEXEC_CACHE_DIR to a writable folder")
         return

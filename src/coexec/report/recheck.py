@@ -20,6 +20,7 @@ from coexec.subgraphs.errors import UnkeyableGraphError
 from coexec.subgraphs.store import Store
 from coexec.tuning.child import Child, ChildError
 from coexec.tuning.identity import custom_ops_of_text, environment_of
+from coexec.tuning.machine_load import ForeignLoad
 from coexec.tuning.markers import Markers
 from coexec.tuning.nursery import Nursery
 from coexec.tuning.roster import Roster
@@ -27,6 +28,9 @@ from coexec.tuning.timing import EAGER, EagerSide, Turn, paused
 from coexec.tuning.turns import Timing, time_by_turns
 
 MEMORY_BYTES = 16 << 30
+
+WIDE = 1.5
+"""Upper by lower end of an interval: beyond it a ratio is a guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,12 @@ class Recheck:
     outcome: Outcome
     detail: str  # why it failed; "" if it was timed
     timing: Timing | None  # None unless OK
+    busy_cores: float = 0.0  # that others took during the timing
+
+    @property
+    def wide(self) -> bool:
+        """The interval is too wide for its middle to mean anything."""
+        return self.timing is not None and self.timing.high > WIDE * self.timing.low
 
     @property
     def holds(self) -> bool:
@@ -119,13 +129,16 @@ class _Bench:
         """One decision. Errors: StoreError."""
         listener(decision, total)
         outcome, detail, timing = Outcome.OK, "", None
+        others = ForeignLoad()
         try:
             timing = self.timed(decision)
         except _FailedError as failure:
             outcome, detail = failure.outcome, failure.detail
         except ChildError as failure:
             outcome, detail = failure.outcome, failure.reason
-        return Recheck(info.digest, info.note, decision.backend, decision.speedup, outcome, detail, timing)
+        return Recheck(
+            info.digest, info.note, decision.backend, decision.speedup, outcome, detail, timing, others.cores()
+        )
 
     def timed(self, decision: Decision) -> Timing:
         """Loaded, verified, timed. Errors: _FailedError, ChildError, StoreError."""

@@ -19,7 +19,10 @@ def name_the_line(error: BaseException, native: Any) -> None:
     if fallback is None or fallback[0] != "kernel error":
         return
     chain = native.chain(fallback[2])
-    error.add_note(f"coexec: raised by {fallback[1]} at {user_line(chain)}")
+    note = f"coexec: raised by {fallback[1]} at {user_line(chain)}"
+    if note in getattr(error, "__notes__", ()):  # it may be met at several waits
+        return
+    error.add_note(note)
     error.__traceback__ = _followed_by(error.__traceback__, traceback_of(chain))
 
 

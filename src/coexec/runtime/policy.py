@@ -15,6 +15,10 @@ class Phase(enum.Enum):
     EAGER = "eager"  # the step never settles: plain eager, tried again rarely
 
 
+FOR_GOOD = 1 << 62
+"""Iterations."""
+
+
 @dataclass(slots=True)
 class PhasePolicy:
     """Decides by counting: the paper's rule (co-execute when the newest trace was covered), with a way out.
@@ -33,6 +37,7 @@ class PhasePolicy:
     rest: int = 0  # iterations of plain eager left
     next_rest: int = FIRST_REST
     retrying: bool = False
+    reason: str = ""  # why the step was last left to plain eager, for people
 
     def start_iteration(self) -> Phase:
         """Returns what this iteration does."""
@@ -52,7 +57,7 @@ class PhasePolicy:
             return
         self.failures += 1
         if self.failures >= (self.RETRIES if self.retrying else self.PATIENCE):
-            self._leave_alone()
+            self._leave_alone(f"the last {self.failures} calls each did something that the graph did not know")
 
     def co_executed(self) -> None:
         """A whole iteration ran in co-execution."""
@@ -60,21 +65,21 @@ class PhasePolicy:
         self.retrying = False
         self.next_rest = self.FIRST_REST
 
-    def _leave_alone(self) -> None:
-        self.phase = Phase.EAGER
+    def _leave_alone(self, reason: str) -> None:
+        self.phase, self.reason = Phase.EAGER, reason
         self.rest = self.next_rest
         self.next_rest = min(self.next_rest * 2, self.LONGEST_REST)
 
-    def give_up(self) -> None:
+    def give_up(self, reason: str) -> None:
         """Plain eager from now on, but for rare retries."""
         self.next_rest = self.LONGEST_REST
-        self._leave_alone()
+        self._leave_alone(reason)
 
     def not_worth_it(self) -> None:
         """Co-execution works but does not pay: plain eager, tried again after a long rest."""
         self.next_rest = self.LONGEST_REST
-        self._leave_alone()
+        self._leave_alone("plain eager is faster")
 
-    def settle(self) -> None:
+    def settle(self, reason: str) -> None:
         """Plain eager for good."""
-        self.phase, self.rest = Phase.EAGER, 1 << 62
+        self.phase, self.rest, self.reason = Phase.EAGER, FOR_GOOD, reason

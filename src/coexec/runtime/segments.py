@@ -1,20 +1,21 @@
-"""The plan of one step, and the way of each of its segments from replay to a compiled artifact.
+"""The plan of one step, and the way of each of its segments from replay to compiled artifacts.
 
     planned -> observed (which memory outlives it) -> described (its ops and values) -> captured (its live inputs)
             -> compiled and checked in another process -> adopted
 
+A segment has one version for the shapes that were described first. Where others come, it gets one for many sizes
+(:mod:`coexec.backends.symbolic`), or, if that cannot be had, versions for the most frequent shapes.
 Everything happens between two iterations of the user's loop and takes a moment; compiling happens elsewhere.
 """
 
 from __future__ import annotations
 
-import enum
+import functools
 import itertools
 import json
-import os
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 
 from coexec import choose
 from coexec.backends.cache import Artifact, Failure
+from coexec.backends.expressions import NotExpressibleError
 from coexec.backends.key import artifact_key
+from coexec.backends.leftovers import own_prefix
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
 from coexec.config import Options, private_cache_dir
@@ -33,6 +36,7 @@ from coexec.intercept.native import native_if_ready
 from coexec.plan.cases import Plan, assign_cases
 from coexec.plan.segments import Segment, cut_segments
 from coexec.runtime.benefit import quartile
+from coexec.runtime.dynamic_segment import unify_segments
 from coexec.runtime.spec_builder import (
     BuiltSegment,
     DescribedOp,
@@ -41,6 +45,7 @@ from coexec.runtime.spec_builder import (
     capture_plan,
     snapshot_index,
 )
+from coexec.runtime.versions import MAX_DESCRIBED, MAX_SPECIALISED, ManagedSegment, State, Version
 
 STABLE_ITERATIONS = 2
 """Co-executed iterations without a new path before a plan is made."""
@@ -50,8 +55,15 @@ OBSERVED_ITERATIONS = 2
 
 POLL_INTERVAL_S = 0.02
 
+REVIEW_ITERATIONS = 16
+
 MAX_DISCARDS = 8
-"""A compiled segment whose runs were discarded this often, and more often than used, goes back to replay."""
+"""A version whose runs were discarded this often, and more often than used, is given up."""
+
+MAX_REDESCRIBED = 3
+
+MAX_TRIES = 512
+"""Iterations of one segment that are described, or captured, in search of what is still needed of it."""
 
 _snapshot_numbers = itertools.count()
 _worker: CompileWorker | None = None
@@ -65,29 +77,15 @@ def compile_worker() -> CompileWorker:
     return _worker
 
 
-class State(enum.Enum):
-    """How far a segment is."""
-
-    OBSERVED = "replay: observing what outlives it"
-    DESCRIBED = "replay: waiting for live inputs"
-    COMPILING = "replay: compiling in the background"
-    COMPILED = "inductor"
-    REPLAY = "replay"  # for good; `reason` says why
-
-
 @dataclass(slots=True)
-class ManagedSegment:
-    """One segment of the plan."""
+class _Capturing:
+    """The live inputs of one version, while they are being captured."""
 
-    planned: Segment
-    nodes: tuple[int, ...]
-    native: Any  # csrc Segment
-    state: State = State.OBSERVED
-    reason: str = ""
-    passes: int = 0  # of `native.passes`, when observation began
-    built: BuiltSegment | None = None
-    job: int = -1
-    redescribed: int = 0
+    segment: ManagedSegment
+    version: Version
+    path: Path
+    done: list[tuple[BuiltSegment, int, Path]] = field(default_factory=list)  # of a version for many sizes: the first
+    tries: int = 0
 
 
 class SegmentManager:
@@ -101,13 +99,10 @@ class SegmentManager:
         self._stable = 0
         self._stale = True
         self._described = False
-        self._captured: ManagedSegment | None = None
-        self._capture_path: Path | None = None
-        self._capture_tries = 0
+        self._capturing: _Capturing | None = None
         self._last_poll_s = 0.0
         self._active = False  # some segment is on its way
         self._iterations = 0
-        self._install: Any = None
 
     # ------------------------------------------------------------------------------------------ between iterations
 
@@ -124,11 +119,11 @@ class SegmentManager:
             if self._stable < STABLE_ITERATIONS:
                 return
             self._make_plan(native, graph)
-        if self.options.backend == "replay" or self.options.numerics == "exact":
+        if self._only_replay():
             return
         if self._active:
             self._advance(native, graph)
-        if self._iterations % 16 == 0:
+        if self._iterations % REVIEW_ITERATIONS == 0:
             self._review(native)
 
     def _make_plan(self, native: Any, graph: TraceGraph) -> None:
@@ -137,116 +132,264 @@ class SegmentManager:
         self.plan = assign_cases(graph)
         cut = cut_segments(graph, self.plan, native.bytes_written)
         known = {(s.nodes, s.planned.kind): s for s in self.segments if not s.native.stale}
-        make = _native_core().Segment
+        make = _native_core().PlannedSegment
         self.segments = [
             replace(known[planned.nodes, planned.kind], planned=planned)
             if (planned.nodes, planned.kind) in known
-            else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), *_initial_state(planned))
+            else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), self._stays_on_replay(planned))
             for planned in cut.segments
         ]
         self._abandon_capture(native)
         self._described = False
         self._reinstall(native)
-        self._active = any(s.state in _UNDER_WAY for s in self.segments)
+        self._active = any(self._wants_something(s) for s in self.segments)
+
+    def _only_replay(self) -> str:
+        """The option that forbids compiling, or ''."""
+        if self.options.numerics == "exact":
+            return "numerics='exact'"
+        return "backend='replay'" if self.options.backend == "replay" else ""
+
+    def _stays_on_replay(self, planned: Segment) -> str:
+        """Why nothing will be compiled for it; empty if something may."""
+        if not planned.compile:
+            return "Python runs it" if planned.kind == "python" else "too few ops"
+        option = self._only_replay()
+        return f"{option} compiles nothing" if option else ""
 
     def _reinstall(self, native: Any) -> None:
-        native.install_segments([segment.native for segment in self.segments])
+        prefer = self.options.dynamic is True
+        native.install_segments([(segment.native, segment.loaded(prefer)) for segment in self.segments])
 
     def _advance(self, native: Any, graph: TraceGraph) -> None:
-        if self._described:
-            self._described = False
-            self._describe(native, graph)
-        if any(self._is_observed(segment) for segment in self.segments):
-            native.describing = self._described = True
-        self._finish_capture(native)
+        described = _Description(native) if self._described else None
+        self._described = False
+        if described is not None:
+            self._describe(described, graph)
+        self._finish_capture(native, described, graph)
         self._start_capture(native)
         self._adopt(native)
-        self._active = any(s.state in _UNDER_WAY for s in self.segments)
+        if any(self._wants_description(segment) for segment in self.segments) or self._captures_many_sizes():
+            native.describing = self._described = True
+        self._active = any(self._wants_something(s) for s in self.segments)
 
     # ------------------------------------------------------------------------------------------------- describing
 
-    def _is_observed(self, segment: ManagedSegment) -> bool:
-        """Seen often enough to be described; one that Python passes rarely is not waited for."""
-        return segment.state is State.OBSERVED and segment.native.passes - segment.passes >= OBSERVED_ITERATIONS
+    def _wants_something(self, segment: ManagedSegment) -> bool:
+        return bool(segment.under_way()) or (not segment.fixed and not segment.versions) or self._searches(segment)
 
-    def _describe(self, native: Any, graph: TraceGraph) -> None:
-        path = set(native.path)
-        ready = [segment for segment in self.segments if self._is_observed(segment) and segment.nodes[0] in path]
-        if not ready:
-            return
-        description = [DescribedOp(*entry) for entry in native.description()]
-        externals = native.externals()
-        survivors = native.survivors()
-        for segment in ready:
-            nodes = [graph.nodes[node] for node in segment.nodes]
-            random_nodes = {node.id for node in nodes if node.random}
-            writes = {node.id: node.writes for node in nodes if node.writes}
-            try:
-                segment.built = build_segment(
-                    segment.nodes, segment.planned.kind == "commit", description, externals, survivors,
-                    random_nodes, writes, torch.get_num_threads(),
-                )  # fmt: skip
-            except NotDescribableError as error:
-                self._stay(segment, str(error))
+    def _wants_description(self, segment: ManagedSegment) -> bool:
+        if segment.fixed:
+            return False
+        if not segment.versions:  # one that Python passes rarely is not waited for
+            return bool(segment.native.passes - segment.passes >= OBSERVED_ITERATIONS)
+        return self._searches(segment)
+
+    def _searches(self, segment: ManagedSegment) -> bool:
+        """Whether a pass with other shapes than those described is looked for."""
+        if segment.fixed or not segment.versions or segment.tries >= MAX_TRIES or len(segment.native.signatures) < 2:
+            return False
+        return self._wants_many_sizes(segment) or bool(self._missing(segment))
+
+    def _wants_many_sizes(self, segment: ManagedSegment) -> bool:
+        return self.options.dynamic is not False and segment.dynamic is None and not segment.not_dynamic
+
+    def _missing(self, segment: ManagedSegment) -> list[int]:
+        """Signatures that should have a version of their own."""
+        dynamic = segment.dynamic
+        if self._wants_many_sizes(segment) or (dynamic is not None and dynamic.state is not State.REPLAY):
+            return []
+        if len(segment.specialised()) >= MAX_SPECIALISED:
+            return []
+        has = {version.signature for version in segment.specialised()}
+        return [signature for signature in segment.frequent() if signature not in has]
+
+    def _is_of_use(self, segment: ManagedSegment, signature: int) -> bool:
+        """Whether a pass with these shapes says something that is looked for."""
+        new = self._wants_many_sizes(segment) and signature not in segment.described
+        return new or signature in self._missing(segment)
+
+    def _describe(self, described: _Description, graph: TraceGraph) -> None:
+        """Builds what the latest iteration shows of segments that want it."""
+        for segment in self.segments:
+            if not self._wants_description(segment) or not described.covers(segment):
                 continue
-            segment.native = native.make_segment(segment.built.native)
-            segment.state = State.DESCRIBED
-            self._use_known(segment)
-        self._reinstall(native)
+            segment.tries += bool(segment.versions)
+            signature = segment.native.last_signature
+            if segment.versions and not self._is_of_use(segment, signature):
+                continue
+            if (built := self._build(segment, described, graph)) is None:
+                continue
+            if not segment.versions or signature in self._missing(segment):
+                self._add_version(segment, Version(built, described.native.make_segment(built.native), signature))
+            self._look_for_many_sizes(segment, signature, built, described)
+        self._reinstall(described.native)
 
-    def _use_known(self, segment: ManagedSegment) -> None:
+    def _build(self, segment: ManagedSegment, described: _Description, graph: TraceGraph) -> BuiltSegment | None:
+        if not described.ops:  # it fell back: what is known is of a later one
+            return None
+        nodes = [graph.nodes[node] for node in segment.nodes]
+        random_nodes = {node.id for node in nodes if node.random}
+        writes = {node.id: node.writes for node in nodes if node.writes}
+        try:
+            return build_segment(
+                segment.nodes, segment.planned.kind == "commit", described.ops, described.externals,
+                described.survivors, random_nodes, writes, torch.get_num_threads(),
+            )  # fmt: skip
+        except NotDescribableError as error:
+            if segment.versions:  # the first shapes could be described: these are left out
+                segment.tries += MAX_TRIES // 8
+            else:
+                self._give_up(segment, str(error))
+            return None
+
+    def _look_for_many_sizes(
+        self, segment: ManagedSegment, signature: int, built: BuiltSegment, described: _Description
+    ) -> None:
+        """With each new set of shapes: do two of them differ in sizes only?"""
+        others = list(segment.described.values())
+        segment.described[signature] = built
+        if not self._wants_many_sizes(segment):
+            segment.described.clear()
+            return
+        why = ""
+        for other in reversed(others):
+            try:
+                spec, patterns = unify_segments([other, built])
+            except NotExpressibleError as error:
+                why = str(error)
+                continue
+            native = described.native.make_segment(built.native)
+            native.make_dynamic(patterns)
+            self._add_version(segment, Version(built, native, 0, spec))
+            segment.described.clear()
+            return
+        if len(segment.described) >= MAX_DESCRIBED:
+            segment.not_dynamic = why
+            segment.described.clear()
+
+    def _add_version(self, segment: ManagedSegment, version: Version) -> None:
         """Compiled before, by this process or another one: no capture, no compilation."""
-        assert segment.built is not None
-        known = compile_worker().cache.get(artifact_key(segment.built.spec))
+        segment.versions.append(version)
+        known = compile_worker().cache.get(artifact_key(version.spec))
         if isinstance(known, Artifact):
-            self._load(segment, known)
+            self._load(segment, version, known)
         elif isinstance(known, Failure):
-            self._stay(segment, f"{known.kind}: {known.reason}")
+            self._stay(segment, version, f"{known.kind}: {known.reason}")
 
     # ------------------------------------------------------------------------------------------------- capturing
 
+    def _captures_many_sizes(self) -> bool:
+        return self._capturing is not None and self._capturing.version.symbolic is not None
+
     def _start_capture(self, native: Any) -> None:
-        if self._captured is not None:
+        if self._capturing is not None:
             return
-        segment = next((s for s in self.segments if s.state is State.DESCRIBED), None)
-        if segment is None or segment.built is None:
+        waiting = [(s, v) for s in self.segments for v in s.versions if self._awaits_capture(s, v)]
+        if not waiting:
             return
+        segment, version = max(waiting, key=lambda pair: pair[1].symbolic is not None)
         try:
             folder = private_cache_dir("compile")
         except CacheFolderError as error:
-            self._stay(segment, f"no cache folder: {error}")
+            self._stay(segment, version, f"no cache folder: {error}")
             return
-        self._capture_path = folder / f"live-{os.getpid()}-{next(_snapshot_numbers)}.json"
-        binary = self._capture_path.with_suffix(".bin")
-        capture = _native_core().Capture
-        native.capture = capture(segment.native.id, str(binary), segment.built.spec.random, capture_plan(segment.built))
-        self._captured, self._capture_tries = segment, 0
+        self._capturing = _Capturing(segment, version, folder)
+        self._capture_next(native, folder)
 
-    def _finish_capture(self, native: Any) -> None:
-        segment, capture = self._captured, native.capture
-        if segment is None or capture is None or segment.built is None or self._capture_path is None:
+    def _awaits_capture(self, segment: ManagedSegment, version: Version) -> bool:
+        """One for many sizes comes first; one for shapes that have not come again may never be needed."""
+        if version.state is not State.DESCRIBED or version.symbolic is not None:
+            return version.state is State.DESCRIBED
+        if self.options.dynamic is True and len(segment.native.signatures) > 1 and not segment.not_dynamic:
+            return segment.dynamic is not None and segment.dynamic.state is State.REPLAY
+        return any(signature == version.signature and count > 1 for signature, count in segment.native.signatures)
+
+    def _capture_next(self, native: Any, folder: Path) -> None:
+        """The next iteration is captured, into files of its own."""
+        capturing = self._capturing
+        assert capturing is not None
+        version = capturing.version
+        capturing.path = folder / f"{own_prefix('live')}{next(_snapshot_numbers)}.json"
+        only = None if version.symbolic is not None else version.native
+        native.capture = _native_core().Capture(
+            capturing.segment.native.id, only, str(capturing.path.with_suffix(".bin")), version.built.spec.random,
+            capture_plan(version.built),
+        )  # fmt: skip
+
+    def _finish_capture(self, native: Any, described: _Description | None, graph: TraceGraph) -> None:
+        capturing, capture = self._capturing, native.capture
+        if capturing is None or capture is None:
             return
-        starts = capture.starts
-        if any(start < 0 for start in starts) or (segment.built.spec.random and capture.generator_start < 0):
-            self._capture_tries += 1
-            touched = any(start >= 0 for start in starts)
-            if capture.failed or touched or self._capture_tries > 64:
-                self._abandon_capture(native)
-                self._stay(segment, "its live inputs could not be captured")
-            return
-        generator = (capture.generator_start, capture.generator_nbytes) if segment.built.spec.random else None
-        index = snapshot_index(segment.built, starts, generator)
-        self._capture_path.write_text(json.dumps(index))
-        segment.job = compile_worker().submit(segment.built.spec, self._capture_path, timed=False)
-        segment.state = State.COMPILING
-        native.capture = None
-        self._captured = self._capture_path = None
+        segment, version = capturing.segment, capturing.version
+        complete = all(start >= 0 for start, _, _ in capture.pieces)
+        complete = complete and (not version.built.spec.random or capture.generator_start >= 0)
+        touched = any(start >= 0 for start, _, _ in capture.pieces) or capture.failed
+        built = version.built
+        if complete and version.symbolic is not None:
+            known = {signature for _, signature, _ in capturing.done}
+            fresh = described is not None and described.covers(segment) and segment.native.last_signature not in known
+            again = self._build(segment, described, graph) if fresh and described is not None else None
+            complete, built = again is not None, again or built
+        if complete:
+            complete = self._keep_capture(capturing, capture, built)
+        if complete and version.symbolic is not None and len(capturing.done) < 2:
+            self._capture_next(native, capturing.path.parent)
+        elif complete:
+            self._submit(native, described)
+        else:
+            self._capture_again(native, touched)
+
+    def _keep_capture(self, capturing: _Capturing, capture: Any, built: BuiltSegment) -> bool:
+        generator = (capture.generator_start, capture.generator_nbytes) if built.spec.random else None
+        try:
+            index = snapshot_index(built, capture.pieces, generator)
+        except NotDescribableError:
+            return False
+        capturing.path.write_text(json.dumps(index))
+        capturing.done.append((built, capturing.segment.native.last_signature, capturing.path))
+        return True
+
+    def _capture_again(self, native: Any, touched: bool) -> None:
+        """The iteration did not pass through the segment, or with other shapes."""
+        capturing = self._capturing
+        assert capturing is not None
+        capturing.tries += 1
+        if capturing.tries > MAX_TRIES // 8:
+            segment, version = capturing.segment, capturing.version
+            self._abandon_capture(native)
+            self._stay(segment, version, "its live inputs could not be captured")
+        elif touched:  # what has been written is of no use
+            delete_snapshot(capturing.path)
+            self._capture_next(native, capturing.path.parent)
+
+    def _submit(self, native: Any, described: _Description | None) -> None:
+        capturing = self._capturing
+        assert capturing is not None
+        segment, version, paths = capturing.segment, capturing.version, [path for _, _, path in capturing.done]
+        native.capture = self._capturing = None
+        if version.symbolic is None:
+            version.job = compile_worker().submit(version.spec, paths[0], timed=False)
+        else:
+            passes = [built for built, _, _ in capturing.done]
+            try:
+                version.symbolic, patterns = unify_segments(passes)
+            except NotExpressibleError as error:
+                for path in paths:
+                    delete_snapshot(path)
+                return self._stay(segment, version, f"not lowerable: {error}")
+            version.built = passes[-1]
+            version.native = native.make_segment(version.built.native)  # the latest iteration was the last pass
+            version.native.make_dynamic(patterns)
+            version.job = compile_worker().submit_symbolic(version.symbolic, paths, timed=False)
+        version.state = State.COMPILING
 
     def _abandon_capture(self, native: Any) -> None:
-        if self._capture_path is not None:
-            delete_snapshot(self._capture_path)
+        if self._capturing is not None:
+            for path in (self._capturing.path, *(path for _, _, path in self._capturing.done)):
+                delete_snapshot(path)
         native.capture = None
-        self._captured = self._capture_path = None
+        self._capturing = None
 
     # ------------------------------------------------------------------------------------------------- adopting
 
@@ -256,44 +399,59 @@ class SegmentManager:
             return
         self._last_poll_s = now_s
         mailbox.collect()
-        for segment in self.segments:
-            if segment.state is State.COMPILING and (done := mailbox.take(segment.job)) is not None:
-                if done.artifact is not None:
-                    self._load(segment, done.artifact)
-                else:
-                    failure = done.failure
-                    self._stay(segment, f"{failure.kind}: {failure.reason}" if failure else "no result")
+        adopted = False
+        for segment, version in [(s, v) for s in self.segments for v in s.versions if v.state is State.COMPILING]:
+            if (done := mailbox.take(version.job)) is None:
+                continue
+            if done.artifact is not None:
+                self._load(segment, version, done.artifact)
+            else:
+                failure = done.failure
+                self._stay(segment, version, f"{failure.kind}: {failure.reason}" if failure else "no result")
+            adopted = True
+        if adopted:
+            self._reinstall(native)
 
-    def _load(self, segment: ManagedSegment, artifact: Artifact) -> None:
+    def _load(self, segment: ManagedSegment, version: Version, artifact: Artifact) -> None:
         try:
-            segment.native.load(str(artifact.library))
-        except RuntimeError as error:
-            self._stay(segment, f"the artifact does not load: {error}")
+            if version.symbolic is not None:
+                version.native.set_guards(artifact.meta["guards"])
+            version.native.load(str(artifact.library))
+        except (RuntimeError, KeyError) as error:
+            self._stay(segment, version, f"the artifact does not load: {error}")
             return
-        segment.state = State.COMPILED
-        segment.reason = ""
+        version.state, version.reason = State.COMPILED, ""
+        if version.symbolic is not None:  # nobody has waited for those whose shapes have not come again
+            segment.versions = [v for v in segment.versions if v.state is not State.DESCRIBED]
 
-    def _stay(self, segment: ManagedSegment, reason: str) -> None:
-        segment.state, segment.reason = State.REPLAY, reason
+    def _stay(self, segment: ManagedSegment, version: Version, reason: str) -> None:
+        version.state, version.reason = State.REPLAY, reason
+        segment.tries = 0  # another version may be looked for instead
+        self.compile_failures[reason.split(":")[0]] += 1
+
+    def _give_up(self, segment: ManagedSegment, reason: str) -> None:
+        segment.fixed = reason
         self.compile_failures[reason.split(":")[0]] += 1
 
     def _review(self, native: Any) -> None:
-        """Compiled segments that do not fit after all are described anew or go back to replay."""
-        for segment in self.segments:
-            if segment.state is State.COMPILED and segment.native.slower:
-                self._stay(segment, _trial_result(segment.native))
-            if segment.state is not State.COMPILED or segment.native.discards <= MAX_DISCARDS:
-                continue
-            if segment.native.discards <= segment.native.runs:
-                continue
-            reason = segment.native.last_discard
-            segment.native.unload()
-            if segment.redescribed < 3 and not reason.startswith("Python went"):
-                segment.redescribed += 1
-                segment.state, segment.passes = State.OBSERVED, segment.native.passes
-                self._active = True
+        """Versions that do not fit after all are described anew or given up."""
+        for segment, version in [(s, v) for s in self.segments for v in s.versions if v.state is State.COMPILED]:
+            if version.native.slower:
+                self._stay(segment, version, _trial_result(version.native))
+            elif version.native.discards > MAX_DISCARDS and version.native.discards > version.native.runs:
+                self._drop(segment, version, version.native.last_discard)
             else:
-                self._stay(segment, f"its runs were discarded: {reason}")
+                continue
+            self._reinstall(native)
+        self._active = any(self._wants_something(s) for s in self.segments)
+
+    def _drop(self, segment: ManagedSegment, version: Version, reason: str) -> None:
+        if segment.redescribed < MAX_REDESCRIBED and not reason.startswith("Python went"):
+            segment.redescribed += 1
+            segment.versions.remove(version)
+            segment.passes, segment.tries = segment.native.passes, 0
+        else:
+            self._stay(segment, version, f"its runs were discarded: {reason}")
 
     # ---------------------------------------------------------------------------------------------------- reporting
 
@@ -309,8 +467,8 @@ class SegmentManager:
         return sum(case.is_branch for case in self.plan.switch_cases) if self.plan else 0
 
     def describe(self) -> list[str]:
-        """Returns a line per segment with work in it: what it is, its executor, and why."""
-        return [_describe(segment) for segment in self.segments if segment.planned.compile]
+        """Returns a line per segment with work in it and per version of it: what it is, its executor, and why."""
+        return [line for segment in self.segments if segment.planned.compile for line in segment.describe()]
 
     def changing(self) -> bool:
         """Whether the plan or a segment's executor is about to change."""
@@ -318,24 +476,34 @@ class SegmentManager:
 
     def compiling(self) -> bool:
         """Whether the compile worker still has a segment of this step."""
-        return any(s.state is State.COMPILING for s in self.segments)
+        return any(v.state is State.COMPILING for s in self.segments for v in s.versions)
 
 
-_UNDER_WAY = (State.OBSERVED, State.DESCRIBED, State.COMPILING)
+class _Description:
+    """What the latest iteration did, as the native core described it."""
 
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self.path = set(native.path)
 
-def _describe(segment: ManagedSegment) -> str:
-    native = segment.native
-    text = f"{segment.planned.kind} segment of {len(segment.nodes)} ops: {segment.state.value}"
-    if segment.reason:
-        text += f": {segment.reason}"
-    text += f", {native.runs} compiled runs"
-    if segment.state is State.COMPILED and not native.trial and native.compiled_s:
-        compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)
-        text += f" ({compiled_s * 1e3:.3f} ms; {replayed_s * 1e3:.3f} ms replayed)"
-    if native.discards:
-        text += f", {native.discards} discarded, the last because: {native.last_discard}"
-    return text
+    @functools.cached_property
+    def ops(self) -> list[DescribedOp]:
+        """Every op of it. Only where a segment is built: a large step has thousands."""
+        return [DescribedOp(*entry) for entry in self.native.description()]
+
+    @functools.cached_property
+    def externals(self) -> Any:
+        """Memory from outside that it used."""
+        return self.native.externals()
+
+    @functools.cached_property
+    def survivors(self) -> Any:
+        """Values that Python was seen to hold beyond their segment."""
+        return self.native.survivors()
+
+    def covers(self, segment: ManagedSegment) -> bool:
+        """Whether the iteration went through the whole segment."""
+        return self.path.issuperset(segment.nodes)
 
 
 def _native_core() -> Any:
@@ -343,12 +511,6 @@ def _native_core() -> Any:
     module = native_if_ready()
     assert module is not None
     return module
-
-
-def _initial_state(planned: Segment) -> tuple[State, str]:
-    if planned.compile:
-        return State.OBSERVED, ""
-    return State.REPLAY, "Python runs it" if planned.kind == "python" else "too few ops"
 
 
 def _trial_result(native: Any) -> str:
@@ -384,7 +546,7 @@ def wait_compiled(manager: SegmentManager, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while True:
         mailbox.collect()
-        jobs = [s.job for s in manager.segments if s.state is State.COMPILING]
+        jobs = [v.job for s in manager.segments for v in s.versions if v.state is State.COMPILING]
         if all(mailbox.has(job) for job in jobs):
             manager._last_poll_s = 0.0  # the next iteration adopts
             return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +39,12 @@ VIEW_IDS = 2_000_000_000
 """Value ids of views that no op of the step made, but a `.data =` or an in-place metadata change."""
 
 
-FROM_THE_TENSOR = -1
-"""Start of captured bytes: where the tensor itself begins at that moment, not a fixed place in its storage."""
+class Extent(enum.IntEnum):
+    """Which bytes of an input's storage are captured. Same numbers as in csrc/graph_runner.h."""
+
+    TOUCHED = 0  # those that the tensor touches, from a multiple of 16 on
+    FROM_THE_TENSOR = 1  # those that it touches, from its first one on
+    GIVEN = 2  # those of this very pass, where several inputs look at them
 
 
 class NotDescribableError(Exception):
@@ -56,6 +62,7 @@ class DescribedOp:
     values: list[Any]
     inputs: list[tuple[int, int, dict[str, Any] | None]]  # (slot, external number, geometry)
     outputs: list[tuple[int, int, bool, dict[str, Any] | None, int]]  # (slot, alias, same argument, geometry, nbytes)
+    facts: list[int]  # what the shapes of its pass are compared by (csrc/program.h facts_of)
 
 
 @dataclass(slots=True)
@@ -78,6 +85,7 @@ class BuiltSegment:
     native: dict[str, Any]  # arguments of Step.make_segment
     captured: list[CapturedInput]  # per input of the spec
     offsets: dict[int, int]  # storages that were made to begin at their only input
+    described: list[DescribedOp | None]  # per node
 
 
 @dataclass(slots=True)
@@ -165,7 +173,7 @@ def build_segment(
         "number_checks": builder.number_checks,
         "publishes": [publish.channel for publish in builder.publishes],
     }
-    return BuiltSegment(spec, native, builder.captured, builder.offsets)
+    return BuiltSegment(spec, native, builder.captured, builder.offsets, [by_node.get(node) for node in nodes])
 
 
 def _written_inputs(builder: _Builder) -> list[int]:
@@ -413,31 +421,45 @@ def _geometry_of(value: Value) -> dict[str, Any]:
 def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:
     """Returns the items of a native Capture: one per storage (all its inputs together) and one per number."""
     items: list[tuple[Any, ...]] = []
+    users = Counter(value.storage for value in built.spec.input_values())
     for storage, (low, high) in _touched(built.spec).items():
         first = next(c for c in built.captured if c.storage == storage)
-        start = FROM_THE_TENSOR if storage in built.offsets else low
-        items.append((first.position, first.input, start, high - low))
-    items += [(c.position, c.arg, c.element, c.number_type, 0) for c in built.captured if c.input < 0]
+        extent = Extent.FROM_THE_TENSOR if storage in built.offsets else Extent.TOUCHED
+        extent = Extent.GIVEN if users[storage] > 1 else extent
+        items.append((first.position, first.input, int(extent), low, high - low))
+    items += [(c.position, c.arg, c.element, c.number_type) for c in built.captured if c.input < 0]
     return items
 
 
-def snapshot_index(built: BuiltSegment, starts: Sequence[int], generator: tuple[int, int] | None) -> dict[str, Any]:
-    """Returns the JSON index (backends/snapshot.py) of a captured file; `starts` in the order of `capture_plan`."""
+def snapshot_index(
+    built: BuiltSegment, pieces: Sequence[tuple[int, int, int]], generator: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Returns the JSON index (backends/snapshot.py) of a captured file.
+
+    Args:
+        built: the segment, of the very pass that was captured.
+        pieces: (start in the file, bytes, first byte in the storage), in the order of `capture_plan`.
+        generator: start and bytes of its state, if it draws.
+
+    Raises:
+        NotDescribableError: the bytes that inputs share lie elsewhere than in the pass that `capture_plan` knew.
+    """
     touched = _touched(built.spec)
-    storages = [
-        {"start": start, "nbytes": high - low} for start, (low, high) in zip(starts, touched.values(), strict=False)
-    ]
+    for storage, (_, nbytes, low), (first, last) in zip(touched, pieces, touched.values(), strict=False):
+        if storage not in built.offsets and not low <= first <= last <= low + nbytes:
+            raise NotDescribableError(f"bytes {first} to {last} of storage {storage} were not captured")
+    storages = [{"start": start, "nbytes": nbytes} for start, nbytes, _ in pieces[: len(touched)]]
     place = {storage: index for index, storage in enumerate(touched)}
-    numbers = iter(starts[len(touched) :])
+    numbers = iter(pieces[len(touched) :])
     tensors: list[dict[str, Any]] = []
     for entry in built.spec.inputs:
         if isinstance(entry, NumberInput):
-            storages.append({"start": next(numbers), "nbytes": ITEM_BYTES[entry.dtype]})
+            storages.append({"start": next(numbers)[0], "nbytes": ITEM_BYTES[entry.dtype]})
             shape: dict[str, Any] = {"sizes": [], "strides": [], "offset": 0}
             tensors.append({"storage": len(storages) - 1, "dtype": entry.dtype, **shape})
             continue
         value = entry.value
-        low = touched[value.storage][0]
+        low = 0 if value.storage in built.offsets else pieces[place[value.storage]][2]
         tensors.append({
             "storage": place[value.storage], "dtype": value.dtype, "sizes": list(value.sizes),
             "strides": list(value.strides), "offset": value.offset - low // ITEM_BYTES[value.dtype],

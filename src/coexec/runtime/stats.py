@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class StepStats:
     """A snapshot of a step's counters. Times are in seconds, summed over all co-executed iterations."""
 
-    phase: str  # "building", "tracing", "co-execution" or "eager"
+    phase: str  # "building", "tracing", "co-execution" or "eager": what the next call does
     iterations: int
     traced: int  # iterations that ran wholly in the tracing phase
     co_executed: int  # iterations that ran wholly in co-execution
@@ -21,8 +21,8 @@ class StepStats:
     feeds: int  # values copied from outside into the graph (Input Feeding)
     fetches: int  # values read back by Python (Output Fetching)
     returned_early: int  # calls that returned while their graph still ran (`overlap=True`)
-    python_exec_s: float  # PythonRunner: the step's Python, stalls excluded
-    python_stall_s: float  # PythonRunner: waiting for a value or for the step's end
+    python_exec_s: float  # PythonRunner: the Python of wholly co-executed calls, stalls excluded
+    python_stall_s: float  # PythonRunner: waiting for a value or the end, also after a call that returned early
     graph_exec_s: float  # GraphRunner: executing
     graph_stall_s: float  # GraphRunner: waiting for Python
 
@@ -35,4 +35,4 @@ class Counters:
     traced: int = 0
     co_executed: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    python_s: float = 0.0  # wall time of co-executed calls, stalls included
+    python_s: float = 0.0  # wall time of wholly co-executed calls, stalls excluded

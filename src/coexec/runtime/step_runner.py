@@ -8,20 +8,21 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from coexec.config import Options, debug_level, settings
+from coexec.config import Options, debug_level, disabled, settings
 from coexec.errors import ReentrantStepError
-from coexec.graph.merge import merge
+from coexec.graph.merge import MergeResult, first_news, merge
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
 from coexec.runtime.benefit import BenefitTrial
 from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
 from coexec.runtime.graph_view import GraphView
-from coexec.runtime.history import History
+from coexec.runtime.history import History, Waited, waits_of
 from coexec.runtime.late_errors import name_the_line, same_error
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
@@ -56,6 +57,26 @@ def _settle_overlaps() -> None:
         module.settle_overlaps()
 
 
+_trial = threading.local()
+"""`plain`: this thread is inside a plain eager iteration of a trial, in which steps that it calls are plain, too."""
+
+
+def _inside_plain_iteration() -> bool:
+    return getattr(_trial, "plain", False)
+
+
+_reported = False  # that there will be no native core
+
+
+def _report_no_core() -> None:
+    """Warns, once per process, that every step runs as plain eager PyTorch."""
+    global _reported
+    error = native_error()
+    if error is not None and not _reported:
+        _reported = True
+        warnings.warn(f"coexec is off in this process: {error}", stacklevel=4)  # call or enter, the public method, user
+
+
 def _diverged(fallback: tuple[str, str, int, int] | None) -> bool:
     return fallback is not None and fallback[0] in ("new path", "early end")
 
@@ -78,7 +99,8 @@ class StepRunner:
         self._started_s = 0.0
         self.benefit = BenefitTrial()
         self._plain = False  # the running iteration is a plain one of a trial
-        self._elapsed_s = 0.0  # of the latest co-executed call
+        self._python_s = 0.0  # of the latest co-executed call, stalls excluded
+        self._stalled_before_s = 0.0  # in calls, when the running one began
         self._warning = ""  # to be issued when the iteration is over
         _runners.add(self)
 
@@ -89,8 +111,11 @@ class StepRunner:
         module = native_if_ready()
         if module is not None and module.active_step() is not None:
             return self._nested(module, function, args, kwargs)
-        if self._owner == threading.get_ident():  # from inside a plain pass, or from a signal's handler
+        # From inside a plain iteration, or from a signal's handler.
+        if self._owner == threading.get_ident() or _inside_plain_iteration():
             return function(*args, **kwargs)
+        if module is None:
+            _report_no_core()
         try:
             if module is None or self.options.mode == "eager":
                 self.counters.iterations += 1
@@ -117,7 +142,9 @@ class StepRunner:
     def enter(self, levels: int) -> bool:
         """Starts an iteration whose body runs in the caller's frame, `levels` frames above; False: it runs plain."""
         module = native_if_ready()
-        inside = self._owner == threading.get_ident()
+        inside = self._owner == threading.get_ident() or _inside_plain_iteration()
+        if module is None and not inside:
+            _report_no_core()
         if module is None or self.options.mode == "eager" or module.active_step() is not None or inside:
             self.counters.iterations += 1
             pacer.step_ended()  # from one beginning to the next is as good as from end to end
@@ -161,7 +188,7 @@ class StepRunner:
                 "before handing a tensor to it. This step runs as plain eager PyTorch from now on."
             )
             self.counters.fallbacks["native access"] += 1
-            self.policy.settle()
+            self.policy.settle("native code read a tensor that the graph was still computing")
 
     # ------------------------------------------------------------------------------------------------ one iteration
 
@@ -171,6 +198,7 @@ class StepRunner:
         self._started_s = time.perf_counter()
         self._plain = phase is Phase.CO_EXECUTION and self.benefit.plain_next()
         if self._plain:
+            _trial.plain = True
             self._native.ran_plain()
         if phase is Phase.EAGER or self._plain:
             return False
@@ -178,6 +206,7 @@ class StepRunner:
             self._native = new_step(module)
             self._native.name_error = name_the_line
         module.settle_overlaps()  # of other steps: what they left to be done comes before this iteration
+        self._started_s, self._stalled_before_s = time.perf_counter(), self._native.stalled_in_calls_s
         self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
             self._native.begin_coexec(arguments, levels, self.options.mode == "lazy", self._may_overlap())
@@ -206,7 +235,8 @@ class StepRunner:
             self._raised(error, completed)
             completed = False
         finally:
-            self._elapsed_s = time.perf_counter() - self._started_s
+            stalled_s = native.stalled_in_calls_s - self._stalled_before_s
+            self._python_s = time.perf_counter() - self._started_s - stalled_s
             self._release()
             if not pending:
                 self._learn_or_forget(completed)
@@ -297,12 +327,12 @@ class StepRunner:
         fallback = native.fallback
         if fallback is not None:
             self.counters.fallbacks[fallback[0]] += 1
-            event = self.history.fallback(self.counters.iterations, fallback, native)
+            event = self.history.fallback(self.counters.iterations, fallback, native, completed)
             if debug_level() >= 1:
                 print(f"coexec: step {self.name}: {event}", file=sys.stderr)
         if not native.has_trace:
             self.counters.co_executed += 1
-            self.counters.python_s += self._elapsed_s
+            self.counters.python_s += self._python_s
             self.policy.co_executed()
             self.segments.after_iteration(native, self.graph)
             self._weigh(completed)
@@ -316,16 +346,27 @@ class StepRunner:
         trace = native.trace()
         result = merge(self.graph, trace)
         native.extend(list(result.nodes))
+        if not result.covered:
+            self._note_news(result)
         # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
         self.policy.learned(not result.covered or _diverged(fallback), completed)
         if len(self.graph.nodes) > MAX_NODES:
-            self.policy.give_up()
+            self.policy.give_up(f"its graph has grown beyond {MAX_NODES} operations: it hardly ever repeats itself")
         if not result.covered:
             self.segments.graph_changed()
+
+    def _note_news(self, result: MergeResult) -> None:
+        """Remembers where this iteration first did what the graph did not know."""
+        first = first_news(result)
+        if first is not None and self.graph.traces > 1:  # all of the first trace is new
+            node = self.graph.nodes[first]
+            self.history.new_path(node.op, self._native.chain(node.location))
 
     def _weigh(self, completed: bool) -> None:
         """Takes a plain or a co-executed iteration into the trial of whether co-execution pays."""
         plain, self._plain = self._plain, False
+        if plain:
+            _trial.plain = False
         if not completed or self.policy.phase is not Phase.CO_EXECUTION:
             return
         if self.options.mode == "lazy" or self.options.overlap:
@@ -344,17 +385,14 @@ class StepRunner:
     def _leave_to_eager(self, device: str) -> None:
         """Co-execution knows the CPU; each op on another device would cost a wait and gain nothing."""
         self.counters.fallbacks[f"device {device}"] += 1
-        self.policy.settle()
+        self.policy.settle(f"it works on {device} tensors, and co-execution is for CPU tensors")
         self._warning = (
             f"coexec: the step {self.name!r} works on {device} tensors, and co-execution on CPU tensors only: the step "
             f"runs as plain eager PyTorch from now on."
         )
 
     def wait_compiled(self, timeout_s: float) -> bool:
-        """Blocks until background compilation has finished; the next call adopts it. False after `timeout_s`.
-
-        The native core's own build counts: it is waited for first.
-        """
+        """As CoExecutable.wait_compiled."""
         deadline_s = time.monotonic() + timeout_s
         if not wait_for_native(timeout_s):
             return False
@@ -363,10 +401,17 @@ class StepRunner:
 
     # ------------------------------------------------------------------------------------------------------ asking why
 
-    def waits(self) -> dict[str, int]:
-        """Returns how often Python waited for the graph, by reason."""
-        waits: dict[str, int] = self._native.stats()["waits"] if self._native is not None else {}
-        return waits
+    def waits(self) -> list[Waited]:
+        """Returns where Python waited for the graph, the longest first."""
+        return waits_of(self._native.waits()) if self._native is not None else []
+
+    def wait_counts(self) -> dict[str, int]:
+        """Returns how often Python waited for the graph, by reason; a fallback is counted as such, and not here."""
+        counts: Counter[str] = Counter()
+        for wait in self.waits():
+            if wait.reason != "fallback":
+                counts[wait.reason] += wait.count
+        return counts
 
     def graph_view(self) -> Any:
         """Returns the TraceGraph, printable."""
@@ -374,6 +419,8 @@ class StepRunner:
 
     def phase(self) -> Phase:
         """Returns what the next call will do."""
+        if disabled():
+            return Phase.EAGER
         if native_if_ready() is None:
             return Phase.EAGER if native_error() is not None else Phase.BUILDING
         return Phase.EAGER if self.options.mode == "eager" else self.policy.phase
@@ -382,7 +429,6 @@ class StepRunner:
         """Returns a snapshot of the counters, of all calls to their end."""
         self.complete()
         native: dict[str, Any] = self._native.stats() if self._native is not None else {}
-        stall_s = native.get("python_stall_s", 0.0)
         return StepStats(
             phase=self.phase().value,
             iterations=self.counters.iterations,
@@ -395,8 +441,8 @@ class StepRunner:
             feeds=native.get("feeds", 0),
             fetches=native.get("fetches", 0),
             returned_early=native.get("returned_early", 0),
-            python_exec_s=max(0.0, self.counters.python_s - stall_s),
-            python_stall_s=stall_s,
+            python_exec_s=self.counters.python_s,
+            python_stall_s=native.get("python_stall_s", 0.0),
             graph_exec_s=native.get("graph_exec_s", 0.0),
             graph_stall_s=native.get("graph_stall_s", 0.0),
         )

@@ -22,7 +22,7 @@ from coexec.subgraphs.errors import StoreError
 from coexec.subgraphs.faults import store_error
 from coexec.subgraphs.location import StoreLocation
 from coexec.subgraphs.migrations import check_version, migrate, newest_version
-from coexec.subgraphs.trust import ensure_private_folder
+from coexec.subgraphs.trust import ensure_private_folder, ensure_trusted_parent
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ class Database:
             raise store_error(error, self.location) from error
 
     def _prepare(self) -> None:
+        ensure_trusted_parent(self.location.folder.parent)
         ensure_private_folder(self.location.folder)
         file = self.location.sqlite_file
         if file is not None and not file.parent.exists():

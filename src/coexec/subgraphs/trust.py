@@ -56,6 +56,15 @@ def ensure_private_folder(folder: Path) -> None:
             _close(folder)  # others could read it, not write it: nothing was planted
 
 
+def ensure_trusted_parent(folder: Path) -> None:
+    """Create the folder that a private one lies in, or check that others cannot put another one in its place.
+
+    It may be a link of the user's, and others may read it. Errors: TrustError, OSError.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder, folder.stat())
+
+
 def _close(folder: Path) -> None:
     # Not ours to close: a read-only medium, or root's folder in a container image. Nobody else can write there either.
     with contextlib.suppress(OSError):

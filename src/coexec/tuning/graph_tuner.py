@@ -49,6 +49,7 @@ class Workshop:
     shelf: Shelf
     settings: TuneSettings
     candidates: Sequence[Candidate]  # usable here, without eager
+    only_eager: bool  # nothing else was asked for
     threads: int
     deadline_s: Callable[[], float]  # monotonic time at which the run is out of budget, or is to stop
 
@@ -123,8 +124,8 @@ class _Tuning:
                     self.prepare_one(candidate)
         if only != PREPARE and self.prepared:
             self.time_all()
-        if not self.shop.candidates:
-            self.standing.decide(self.shop.store)  # nothing to try: eager, and known to be so
+        if self.shop.only_eager:
+            self.standing.decide(self.shop.store)  # nothing to try, and known to be so
         return self.report()
 
     def left_s(self) -> float:
@@ -188,18 +189,27 @@ class _Tuning:
 
     def report(self) -> GraphReport:
         """Where the graph stands now."""
-        best = self.standing.best
-        waiting = ", ".join(self.prepared)
+        best, decided = self.standing.best, bool(self.standing.tried) or self.shop.only_eager
         return GraphReport(
             subgraph=self.info.digest,
             note=self.info.note,
             attempts=tuple(self.attempts),
-            winner=best.backend if self.standing.tried or not self.shop.candidates else "",
-            speedup=best.speedup,
-            complete=not self.standing.pending(self.shop.candidates),
-            reason=f"prepared, to be timed by `coexec tune`: {waiting}" if waiting else best.reason,
+            winner=best.backend if decided else "",
+            speedup=best.speedup if decided else None,
+            complete=decided and not self.standing.pending(self.shop.candidates),
+            reason=self._reason(best.reason if decided else self._why_nothing()),
             prepared=tuple(self.prepared),
         )
+
+    def _reason(self, otherwise: str) -> str:
+        waiting = ", ".join(self.prepared)
+        return f"prepared, to be timed by `coexec tune`: {waiting}" if waiting else otherwise
+
+    def _why_nothing(self) -> str:
+        """Why no candidate was tried."""
+        if self.shop.candidates:
+            return "nothing was tried: no time was left"
+        return "nothing was tried: no candidate can be used here (`coexec doctor` says why); nothing was decided"
 
     def _prepared(self, candidate: Candidate, folder: Path) -> Prepared | Attempt:
         shop = self.shop

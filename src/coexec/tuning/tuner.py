@@ -79,6 +79,7 @@ class _Run:
             shelf=Shelf(private_cache_dir("tuning") / "prepared"),
             settings=settings,
             candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
+            only_eager=all(is_eager(c) for c in chosen),
             threads=threads,
             deadline_s=self.deadline_s,
         )
