@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import threading
 import time
@@ -25,7 +24,6 @@ def in_child(action: Callable[[], Any]) -> int:
     if pid == 0:
         status = 4
         try:
-            faulthandler.cancel_dump_traceback_later()
             status = 0 if action() else 3
         except BaseException as error:
             os.write(2, f"in the child: {type(error).__name__}: {error}\n".encode())
