@@ -272,6 +272,7 @@ def test_importlib_reload_between_steps(tmp_path: Path, monkeypatch: pytest.Monk
         sys.modules.pop("reloaded_loss", None)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_hooks_that_come_and_go() -> None:
     def make() -> Program:
         model = mlp()

@@ -100,6 +100,7 @@ def assigned(s: State) -> None:
 
 
 def weight_replaced(s: State) -> None:
+    s.optimizer.state.pop(s.model.last.weight)
     s.model.last.weight = nn.Parameter(torch.full((3, 8), 0.1))
     s.optimizer.param_groups[0]["params"] = list(s.model.parameters())
 
@@ -134,10 +135,12 @@ def tied(s: State) -> None:
 
 def as_double(s: State) -> None:
     s.model.double()
+    other_optimizer(s)
 
 
 def as_half(s: State) -> None:
     s.model.last.to(torch.bfloat16)
+    other_optimizer(s)
 
 
 def data_replaced(s: State) -> None:

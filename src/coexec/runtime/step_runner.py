@@ -349,7 +349,8 @@ class StepRunner:
         if not result.covered:
             self._note_news(result)
         # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
-        self.policy.learned(not result.covered or _diverged(fallback), completed)
+        seconds = time.perf_counter() - self._started_s
+        self.policy.learned(not result.covered or _diverged(fallback), completed, seconds)
         if len(self.graph.nodes) > MAX_NODES:
             self.policy.give_up(f"its graph has grown beyond {MAX_NODES} operations: it hardly ever repeats itself")
         if not result.covered:
@@ -367,7 +368,11 @@ class StepRunner:
         plain, self._plain = self._plain, False
         if plain:
             _trial.plain = False
-        if not completed or self.policy.phase is not Phase.CO_EXECUTION:
+        if not completed:
+            return
+        if self.policy.phase is Phase.EAGER:
+            self.policy.rested(time.perf_counter() - self._started_s)
+        if self.policy.phase is not Phase.CO_EXECUTION:
             return
         if self.options.mode == "lazy" or self.options.overlap:
             return
