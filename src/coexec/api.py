@@ -94,6 +94,9 @@ class CoExecutable:
         return f"<coexec.compile({self._function!r}), {self._runner.phase().value}>"
 
     def __reduce__(self) -> Any:
+        """By name, as functions are, where the name leads here: the name of what is wrapped does too."""
+        if _found_by_name(self):
+            return self._function.__qualname__
         return (_rebuild, (self._function, self._options))
 
     def __copy__(self) -> CoExecutable:
@@ -101,6 +104,14 @@ class CoExecutable:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CoExecutable:
         return CoExecutable(copy.deepcopy(self._function, memo), self._options)
+
+
+def _found_by_name(step: CoExecutable) -> bool:
+    """Whether importing the module of a decorated function, and looking its name up, finds `step`."""
+    found: Any = sys.modules.get(getattr(step._function, "__module__", None) or "")
+    for name in getattr(step._function, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is step
 
 
 def _rebuild(function: Callable[..., Any], options: Options) -> CoExecutable:

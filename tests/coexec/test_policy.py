@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 import weakref
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from coexec.runtime.policy import Phase, PhasePolicy
 from tests.coexec.harness import Program, check, exact
 from tests.coexec.programs import batch, function_program, labels, mlp, training
 
@@ -254,3 +256,38 @@ def test_many_steps_share_one_process() -> None:
         for k, step in enumerate(steps):
             assert step(torch.ones(3)) == 3.0 * k
     assert {step.stats().phase for step in steps} == {"co-execution"}
+
+
+def iterations_of(policy: PhasePolicy, n: int, new_s: float) -> tuple[int, float]:
+    """Runs `n` iterations of a program that is new each time; returns how many were tried, and their seconds."""
+    tried = 0
+    for _ in range(n):
+        if policy.start_iteration() is Phase.EAGER:
+            policy.rested(1.0)
+        else:
+            tried += 1
+            policy.learned(True, True, new_s)
+    return tried, tried * (new_s - 1.0)
+
+
+@pytest.mark.parametrize("new_s", [1.5, 3.0, 10.0, 40.0])
+def test_what_retries_cost_a_program_that_never_settles_is_bounded(new_s: float) -> None:
+    policy = PhasePolicy()
+    iterations_of(policy, 50, new_s)
+    previous, total = 0.0, 0
+    for n in (250, 250, 500, 1000, 3000, 10_000):
+        tried, cost_s = iterations_of(policy, n, new_s)
+        total += tried
+        # A window can begin with a retry that its rest pays for later.
+        assert cost_s <= policy.PRICE * (n + previous) + policy.RETRIES * (new_s - 1.0)
+        previous = n
+    assert total >= policy.RETRIES  # it is still tried
+
+
+def test_a_cheap_retry_comes_back_as_soon_as_ever() -> None:
+    policy = PhasePolicy()
+    tried = [iterations_of(policy, 1, 1.05)[0] for _ in range(250)]
+    retries = [i for i in range(1, 250) if tried[i] and not tried[i - 1]]
+    rests = [b - a for a, b in itertools.pairwise(retries)]
+    assert retries[0] == policy.PATIENCE + policy.FIRST_REST - 1
+    assert rests == [policy.RETRIES - 1 + policy.FIRST_REST * 2, policy.RETRIES - 1 + policy.FIRST_REST * 4]

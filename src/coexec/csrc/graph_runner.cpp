@@ -129,6 +129,8 @@ void GraphRunner::abandon() {
   new (&cv_) std::condition_variable();
   new (&idle_cv_) std::condition_variable();
   busy_ = false;
+  if (it_)
+    it_->orphan();
   new std::shared_ptr<Iteration>(std::move(it_)); // leaked: its locks cannot be trusted either
 }
 

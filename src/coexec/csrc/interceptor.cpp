@@ -6,10 +6,6 @@
 #include "step.h"
 
 namespace coexec {
-namespace {
-
-// The real tensor behind a placeholder, for code that is not inside the step that owns it: another thread, or library
-// code that the step runs with the interceptor paused. The placeholder itself stays as it is.
 at::Tensor real_value(const at::Tensor& t) {
   auto* impl = t.unsafeGetTensorImpl();
   auto u = impl->has_storage() ? unresolved(impl->unsafe_storage().unsafeGetStorageImpl()) : Unresolved{};
@@ -28,6 +24,7 @@ at::Tensor real_value(const at::Tensor& t) {
   return tensor_over(u.iteration->memory(u.sid), g);
 }
 
+namespace {
 void outside_step(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   auto args = torch::jit::last(*stack, op.schema().arguments().size());
   std::vector<std::pair<at::Tensor, at::Tensor>> replaced; // (real, placeholder): an in-place op returns its argument

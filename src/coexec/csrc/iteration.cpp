@@ -247,6 +247,17 @@ void Iteration::set_failed(int64_t at, std::exception_ptr e) {
   python_cv_.notify_all();
 }
 
+void Iteration::orphan() {
+  new (&m_) std::mutex();
+  new (&records_m_) std::mutex();
+  new (&graph_cv_) std::condition_variable();
+  new (&python_cv_) std::condition_variable();
+  if (done_.load() < size())
+    set_failed(done_.load(),
+        std::make_exception_ptr(
+            std::runtime_error("coexec: this process was forked while a step of another thread computed this value")));
+}
+
 double Iteration::wait_done(int64_t n, bool raise, Signals signals) {
   double s = wait_done_or_published(n, -1, nullptr, signals);
   if (raise && failed() && failed_at_.load() < n)

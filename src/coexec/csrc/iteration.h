@@ -131,6 +131,7 @@ class Iteration {
   }
   void set_done(int64_t n);
   void set_failed(int64_t at, std::exception_ptr e);
+  void orphan(); // in a forked child: nobody goes on with it
   void release_frees(Entry& e);
   int64_t done() const {
     return done_.load(std::memory_order_acquire);

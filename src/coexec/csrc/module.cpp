@@ -521,6 +521,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "settle_overlaps", [](bool raise) { translated([&] { settle_overlaps(raise); }); },
       py::arg("raise_error") = true);
+  m.def("real_value", [](const at::Tensor& t) { return translated([&] { return real_value(t); }); });
+  m.def("forget_foreign_threads", &forget_foreign_threads);
   m.def("watch_again", &watch_again);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });
   m.def("never_computed", [](const at::Tensor& t) {

@@ -208,13 +208,15 @@ void make_ordinary(const c10::StorageImpl* s) {
   if (!r)
     return;
   it = r->iteration;
-  drop_placeholder_keys(r);
   const auto& real = it->memory(r->sid);
   r->impl->clear_materializer();
   if (real.unsafeGetStorageImpl())
     put_memory(r, real);
   else
     mark_failed(r);
+  // After the data: a thread outside the step that finds no key goes straight to it.
+  std::atomic_thread_fence(std::memory_order_release);
+  drop_placeholder_keys(r);
   it->record_resolved(r);
   delete r;
 }
@@ -252,6 +254,11 @@ PendingWrites& pending_writes() {
   return *p;
 }
 } // namespace
+
+void forget_foreign_threads() {
+  records_lock().unlock();
+  new (&pending_writes().m) std::mutex();
+}
 
 void note_pending_write(const c10::StorageImpl* s, const std::shared_ptr<Iteration>& it, int64_t index) {
   auto& p = pending_writes();

@@ -124,5 +124,7 @@ void set_key(c10::TensorImpl* t);
 void note_pending_write(const c10::StorageImpl* s, const std::shared_ptr<Iteration>& it, int64_t index);
 void forget_pending_writes(const Iteration* it);
 void await_pending_write(const c10::StorageImpl* s);
+// In a forked child: a thread that is not here may have held the locks.
+void forget_foreign_threads();
 
 } // namespace coexec

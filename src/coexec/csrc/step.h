@@ -269,6 +269,9 @@ struct PausedGuard {
 
 // The step that runs on this thread, or null.
 Step*& active_step();
+// The real tensor behind a placeholder, for code that is not inside the step that owns it: another thread, or library
+// code that the step runs with the interceptor paused. The placeholder itself stays as it is.
+at::Tensor real_value(const at::Tensor& t);
 void install_interceptor_check();
 
 } // namespace coexec

@@ -111,7 +111,10 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     """Only the forking thread exists here: the graph threads do not."""
-    step = _module.active_step() if _module else None
+    if _module is None:
+        return
+    _module.forget_foreign_threads()
+    step = _module.active_step()
     if step is not None:
         step.abandon()
     for other in list(_steps):

@@ -25,6 +25,10 @@ VALUE_READS = ("tolist", "__repr__", "__deepcopy__", "__reduce_ex__", "apply_", 
 VALUE_WRITES = ("apply_", "map_", "map2_")
 """Those of them that write."""
 
+OUTSIDE_READS = ("tolist", "__deepcopy__", "__reduce_ex__", "data_ptr", "untyped_storage", "storage", "_typed_storage")
+"""Those of both kinds that another thread makes on the value as the running step has computed it so far; what is not
+listed comes to an op by itself, or writes."""
+
 POINTER_READS = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "__dlpack__")
 """Hand the memory to code that may use it at any time while the tensor lives."""
 
@@ -62,6 +66,7 @@ class Core:
         self.step_reading: Callable[..., Any] = lambda tensor, writes=False: None
         self.watch_again: Callable[[], None] = lambda: None
         self.has_key: Callable[[torch.Tensor], bool] = lambda tensor: False
+        self.real_value: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         self.mark_foreign: Callable[[torch.Tensor], int] | None = None
         self.unmark_foreign: Callable[[int], None] = lambda key: None
         # Arrays over tensors' memory that are older than the core, with their tensors.
@@ -70,7 +75,7 @@ class Core:
 
     def connect(self, native: ModuleType) -> None:
         """The core is there: from now on it is asked, and it learns which memory is NumPy's."""
-        self.active_step, self.has_key = native.active_step, native.has_key
+        self.active_step, self.has_key, self.real_value = native.active_step, native.has_key, native.real_value
         self.step_reading, self.watch_again = native.step_reading, native.watch_again
         self.mark_foreign, self.unmark_foreign = native.mark_foreign, native.unmark_foreign
         early, self.early = self.early, {}
@@ -140,7 +145,7 @@ def _wrap_method(name: str, read: Callable[..., Any]) -> None:
 def _value_read(native: Core, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     step = native.step_reading(tensor, writes=name in VALUE_WRITES)
     if step is None or step.paused:
-        return original(tensor, *args, **kwargs)
+        return original(_as_seen_outside(native, name, tensor), *args, **kwargs)
     step.barrier(name, tensor, False)
     return _paused(step, original, tensor, *args, **kwargs)
 
@@ -148,9 +153,19 @@ def _value_read(native: Core, name: str, original: Any, tensor: Any, *args: Any,
 def _pointer_read(native: Core, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     step = native.step_reading(tensor)
     if step is None or step.paused:
-        return original(tensor, *args, **kwargs)
+        return original(_as_seen_outside(native, name, tensor), *args, **kwargs)
     step.barrier(name, tensor, name not in ("storage", "_typed_storage", "untyped_storage", "data_ptr"))
     return _paused(step, original, tensor, *args, **kwargs)
+
+
+def _as_seen_outside(native: Core, name: str, tensor: Any) -> Any:
+    """The tensor, or its value of this moment if a step of another thread is still computing it."""
+    if name not in OUTSIDE_READS or not native.has_key(tensor) or (name == "__deepcopy__" and not tensor.is_leaf):
+        return tensor
+    value = native.real_value(tensor)
+    if value is tensor:
+        return tensor
+    return value.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
 
 
 def _array_read(native: Core, name: str, original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:

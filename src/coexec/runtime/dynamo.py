@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 _lock = threading.Lock()
-_active = 0  # iterations under way on all threads: the stance is the process's, the first sets it, the last restores it
+# Threads with an iteration under way: the stance is the process's, the first sets it, the last restores it.
+_active: list[int] = []
 _stance: Any = None
 
 
@@ -21,14 +23,15 @@ class ForceEager:
     """
 
     def __init__(self, dynamo: Any) -> None:
-        global _active, _stance
+        global _stance
         # A step called by code under torch.compile is a graph break in it; its frame hook must not see our frames.
         self._set_eval_frame = dynamo.eval_frame.set_eval_frame
         self._callback = self._set_eval_frame(None)
+        self._thread = threading.get_ident()
         with _lock:
-            if _active == 0:
+            if not _active:
                 _stance = dynamo.set_stance("force_eager")
-            _active += 1
+            _active.append(self._thread)
 
     @property
     def inside_compiled_code(self) -> bool:
@@ -37,13 +40,29 @@ class ForceEager:
 
     def restore(self) -> None:
         """Back to what torch.compile did before."""
-        global _active, _stance
         with _lock:
-            _active -= 1
-            if _active == 0:
-                _stance.__exit__(None, None, None)
-                _stance = None
+            _leave(self._thread)
         self._set_eval_frame(self._callback)
+
+
+def _leave(thread: int) -> None:
+    """Under the lock."""
+    global _stance
+    _active.remove(thread)
+    if not _active:
+        _stance.__exit__(None, None, None)
+        _stance = None
+
+
+def _after_fork_in_child() -> None:
+    """Nobody ends the iterations of the other threads here."""
+    global _lock
+    _lock = threading.Lock()
+    for thread in [thread for thread in _active if thread != threading.get_ident()]:
+        _leave(thread)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def force_eager() -> ForceEager | None:

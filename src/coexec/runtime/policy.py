@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -24,19 +25,23 @@ class PhasePolicy:
     """Decides by counting: the paper's rule (co-execute when the newest trace was covered), with a way out.
 
     A program whose every iteration is a new path would pay for tracing for ever. After `PATIENCE` failures in a row it
-    runs plain eager for a number of iterations that doubles each time.
+    runs plain eager for a number of iterations that doubles each time, and that is large enough for the retry before it
+    to have cost no more than `PRICE` of them.
     """
 
     PATIENCE = 8  # iterations in a row that taught something new before the step is left alone
     FIRST_REST = 32  # iterations; doubled after each retry that fails, up to LONGEST_REST
     LONGEST_REST = 4096
     RETRIES = 3  # iterations of a retry
+    PRICE = 0.03  # what a retry that failed may cost, as a share of the rest after it
 
     phase: Phase = Phase.TRACING
     failures: int = 0  # iterations in a row that were traced or fell back with something new
     rest: int = 0  # iterations of plain eager left
     next_rest: int = FIRST_REST
     retrying: bool = False
+    plain_s: float = 0.0  # a plain iteration of the rests, smoothed
+    spent_s: float = 0.0  # of the retry under way
     reason: str = ""  # why the step was last left to plain eager, for people
 
     def start_iteration(self) -> Phase:
@@ -44,12 +49,17 @@ class PhasePolicy:
         if self.phase is Phase.EAGER:
             self.rest -= 1
             if self.rest <= 0:
-                self.phase, self.failures, self.retrying = Phase.TRACING, 0, True
+                self.phase, self.failures, self.retrying, self.spent_s = Phase.TRACING, 0, True, 0.0
                 return Phase.TRACING
         return self.phase
 
-    def learned(self, something_new: bool, complete: bool) -> None:
-        """A trace was merged, of a whole iteration or from a fallback on."""
+    def rested(self, seconds: float) -> None:
+        """A plain iteration of a rest took so long."""
+        self.plain_s = 0.9 * self.plain_s + 0.1 * seconds if self.plain_s else seconds
+
+    def learned(self, something_new: bool, complete: bool, seconds: float = 0.0) -> None:
+        """A trace was merged, of a whole iteration or from a fallback on; both took so long."""
+        self.spent_s += seconds
         if not something_new:
             self.failures = 0
             if complete:
@@ -57,11 +67,20 @@ class PhasePolicy:
             return
         self.failures += 1
         if self.failures >= (self.RETRIES if self.retrying else self.PATIENCE):
+            if self.retrying:
+                self.next_rest = max(self.next_rest, self._rest_that_pays())
             self._leave_alone(f"the last {self.failures} calls each did something that the graph did not know")
 
     def start_anew(self) -> None:
         """What was learned is given up for a better graph: its first traces are no failures."""
         self.phase, self.failures = Phase.TRACING, 0
+
+    def _rest_that_pays(self) -> int:
+        """Returns the iterations of which the retry's cost is PRICE."""
+        if not self.plain_s:
+            return 0
+        cost = self.spent_s / self.plain_s - self.failures  # in plain iterations
+        return min(math.ceil(cost / self.PRICE), self.LONGEST_REST)
 
     def co_executed(self) -> None:
         """A whole iteration ran in co-execution."""

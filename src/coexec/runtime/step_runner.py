@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
@@ -22,7 +24,8 @@ from coexec.runtime.benefit import BenefitTrial
 from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
 from coexec.runtime.folding import LoopFolder
 from coexec.runtime.graph_view import GraphView
-from coexec.runtime.history import History, Waited, user_line, waits_of
+from coexec.runtime.history import History, Waited, waits_of
+from coexec.runtime.late_errors import name_the_line, same_error
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
@@ -38,13 +41,16 @@ MAX_NODES = 200_000
 """A TraceGraph larger than this belongs to a program that never repeats itself: it runs as plain eager."""
 
 
-def _name_the_line(error: BaseException, native: Any) -> None:
-    """A kernel's error comes at a wait or at the step's end: say which line it belongs to."""
-    fallback = native.fallback
-    if fallback is not None and fallback[0] == "kernel error":
-        note = f"coexec: raised by {fallback[1]} at {user_line(native.chain(fallback[2]))}"
-        if note not in getattr(error, "__notes__", ()):  # it may be met at several waits
-            error.add_note(note)
+_runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
+_left_by_other_threads: list[Any] = []  # native steps in a forked child
+
+
+def _after_fork_in_child() -> None:
+    for runner in list(_runners):
+        runner.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _settle_overlaps() -> None:
@@ -99,6 +105,7 @@ class StepRunner:
         self._python_s = 0.0  # of the latest co-executed call, stalls excluded
         self._stalled_before_s = 0.0  # in calls, when the running one began
         self._warning = ""  # to be issued when the iteration is over
+        _runners.add(self)
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -200,7 +207,7 @@ class StepRunner:
             return False
         if self._native is None:
             self._native = new_step(module)
-            self._native.name_error = _name_the_line
+            self._native.name_error = name_the_line
         module.settle_overlaps()  # of other steps: what they left to be done comes before this iteration
         self._started_s, self._stalled_before_s = time.perf_counter(), self._native.stalled_in_calls_s
         self._stance = force_eager()
@@ -228,9 +235,8 @@ class StepRunner:
             else:
                 native.abort()
         except BaseException as error:
+            self._raised(error, completed)
             completed = False
-            _name_the_line(error, native)
-            raise
         finally:
             stalled_s = native.stalled_in_calls_s - self._stalled_before_s
             self._python_s = time.perf_counter() - self._started_s - stalled_s
@@ -238,6 +244,20 @@ class StepRunner:
             if not pending:
                 self._learn_or_forget(completed)
         self._warn_once()
+
+    def _raised(self, error: BaseException, completed: bool) -> None:
+        """Raises the error of the iteration's end, unless the step's code is raising it already.
+
+        Where it takes the place of what the step's code raised, eager would not have come to that.
+        """
+        raising = None if completed else error.__context__
+        if raising is not None and same_error(error, raising):
+            name_the_line(raising, self._native)
+            return
+        if raising is not None:
+            error.__context__ = raising.__context__
+        name_the_line(error, self._native)
+        raise error
 
     def complete(self) -> None:
         """Waits for the graph of a call that returned early (`overlap=True`). A kernel's error is raised here."""
@@ -255,7 +275,7 @@ class StepRunner:
         try:
             completed = native.complete()
         except BaseException as error:
-            _name_the_line(error, native)
+            name_the_line(error, native)
             raise
         finally:
             if not native.pending:  # else it was an interrupt, and the graph still runs
@@ -289,6 +309,16 @@ class StepRunner:
         self.loops = LoopFolder()
         self.policy = PhasePolicy()
         self.benefit = BenefitTrial()
+
+    def after_fork_in_child(self) -> None:
+        """A call of another thread was under way, and that thread is not here: nobody will end it."""
+        if self._owner in (None, threading.get_ident()):
+            return
+        self._lock, self._owner, self._stance = threading.Lock(), None, None
+        if self._native is not None:
+            _left_by_other_threads.append(self._native)  # in the middle of an iteration: nothing of it can be ended
+            self._native = None
+        self._forget()
 
     def _learn(self, completed: bool) -> None:
         before = self.policy.phase
@@ -326,7 +356,8 @@ class StepRunner:
             return
         native.extend(list(result.nodes))
         # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
-        self.policy.learned(not result.covered or _diverged(fallback), completed)
+        seconds = time.perf_counter() - self._started_s
+        self.policy.learned(not result.covered or _diverged(fallback), completed, seconds)
         if len(self.graph.nodes) > MAX_NODES:
             self.policy.give_up(f"its graph has grown beyond {MAX_NODES} operations: it hardly ever repeats itself")
         if not result.covered:
@@ -351,7 +382,11 @@ class StepRunner:
         plain, self._plain = self._plain, False
         if plain:
             _trial.plain = False
-        if not completed or self.policy.phase is not Phase.CO_EXECUTION:
+        if not completed:
+            return
+        if self.policy.phase is Phase.EAGER:
+            self.policy.rested(time.perf_counter() - self._started_s)
+        if self.policy.phase is not Phase.CO_EXECUTION:
             return
         if self.options.mode == "lazy" or self.options.overlap:
             return
