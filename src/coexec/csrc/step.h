@@ -28,6 +28,7 @@ struct FoldedLoop {
 
 struct StepStats {
   int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0;
+  int64_t edges_taken = 0; // of the TraceGraph, by iterations in co-execution
 };
 
 // One op of a co-executed iteration, as a backend is told about it (backends/spec.py).
@@ -95,6 +96,9 @@ class Step {
   void fold_location(uint64_t location);
   void fold_list(uint64_t location); // and the lists of the op there are loops over their elements
   void mark_loop_conds(const std::vector<int32_t>& nodes);
+  // Edges that the plan leaves out, and whether an iteration in co-execution took one.
+  void mark_unplanned(const std::vector<std::pair<int32_t, int32_t>>& edges);
+  bool taken(int32_t from, int32_t to);
   // Python touches state outside the dispatcher. `resolve`: the tensor's memory goes to the outside for good.
   void barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign);
 
@@ -162,6 +166,7 @@ class Step {
   const Variant* add_variant(Node& n, std::shared_ptr<Variant> v);
   void forget_old_variants();
   void advance(Node& n);
+  void take(int32_t child);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
   Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);

@@ -141,6 +141,10 @@ class _Merger:
             self.new_edges.append(edge)
             seen = 0
         visits[edge] = seen + 1
+        if self.graph.traces == 0:
+            self.graph.first_only.add(edge)
+        elif self.graph.first_only:
+            self.graph.first_only.discard(edge)
         if edge in self.graph.back_edges:  # what was passed so far may lie ahead again
             self.behind = {START}
 
