@@ -101,9 +101,21 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
     sync(*waiting, op, ks, stack);
     return true;
   }
-  if (other_shapes)
+  if (other_shapes) {
+    note_untold(*other_shapes);
     fall_back("new shapes", other_shapes->info->name, location);
+  }
   return false;
+}
+
+// Shapes without end that no meta kernel tells must not be fallbacks without end: Python waits at the op instead. With
+// a meta kernel it is the ways to lie in memory that are new, and these come to an end.
+void Step::note_untold(const Node& n) {
+  constexpr int kEnough = 12, kNeverTold = 4;
+  int& count = untold_[mix(n.location, n.info->name_hash)];
+  count += cannot_be_told(n) ? kNeverTold : 1;
+  if (count >= kEnough)
+    recorder.untold.insert(mix(n.location, n.info->name_hash));
 }
 
 // A view of memory from outside is an ordinary tensor, made by the op itself.

@@ -154,6 +154,12 @@ static bool tells_the_truth(const Node& n, c10::ArrayRef<c10::IValue> args, Vari
   return agrees;
 }
 
+bool Step::cannot_be_told(const Node& n) const {
+  auto lies = [](const auto& v) { return v->meta == Variant::Meta::Disagrees; };
+  return n.no_meta || !n.info->handle || chooses_layout(n.info->name) ||
+      std::any_of(n.variants.begin(), n.variants.end(), lies);
+}
+
 const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {
   if (n.no_meta || n.variants.empty() || !n.info->handle || chooses_layout(n.info->name))
     return nullptr;

@@ -165,6 +165,8 @@ class Step {
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   const Variant* add_variant(Node& n, std::shared_ptr<Variant> v);
   void forget_old_variants();
+  void note_untold(const Node& n);
+  bool cannot_be_told(const Node& n) const;
   void advance(Node& n);
   void take(int32_t child);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
@@ -220,6 +222,7 @@ class Step {
 
   StepFrame frame_;
   std::vector<FoldedLoop> folded_loops_;
+  std::unordered_map<uint64_t, int> untold_; // how often an op (location and name) had shapes that nothing told
   std::unordered_set<uint64_t> folded_uids_; // of ops in folded loops: those of their backward pass follow
   std::unordered_set<uint64_t> list_uids_; // of ops that stand for an element of a list of varying length
   bool in_list_ = false; // the op at hand is one
