@@ -28,6 +28,8 @@ at::Tensor on_meta(const Geometry& g) {
 
 // Strides that CPU kernels choose by more than metadata rules: never guessed.
 bool chooses_layout(const std::string& name) {
+  if (name == "aten::linalg_vector_norm") // a reduction like others
+    return false;
   return name.find("mkldnn") != std::string::npos || name.find("fft") != std::string::npos ||
       name.find("linalg") != std::string::npos || name.find("lstm") != std::string::npos;
 }

@@ -8,15 +8,16 @@ and makes it an edge like others.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
-from coexec.graph.tracegraph import EXTERNAL_VALUE, START, Edge, Node, Producer, TraceGraph
+from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Edge, Node, Producer, SeenPath, TraceGraph
 
 
 def recurring(graph: TraceGraph) -> TraceGraph:
     """Returns the part of `graph` that some later iteration took; `graph` itself if that is all, or nothing.
 
-    Node ids are kept: nodes off that part have no edges. Every other node lies behind START, since whole paths are kept.
+    Node ids are kept: nodes off that part have no edges. All others lie behind START, since whole paths are kept.
     """
     kept = graph.edge_visits.keys() - graph.first_only
     if not graph.first_only or not any(parent == START for parent, _ in kept):
@@ -27,8 +28,13 @@ def recurring(graph: TraceGraph) -> TraceGraph:
     part.by_key, part.traces = graph.by_key, graph.traces
     part.edge_visits = {edge: visits for edge, visits in graph.edge_visits.items() if edge in kept}
     part.back_edges = graph.back_edges & kept
-    part.paths = {digest: path for digest, path in graph.paths.items() if passed.issuperset(path.nodes)}
+    part.paths = {digest: path for digest, path in graph.paths.items() if _is_kept(path, kept)}
     return part
+
+
+def _is_kept(path: SeenPath, kept: set[Edge]) -> bool:
+    walk = (START, *path.nodes, *((END,) if path.complete else ()))
+    return kept.issuperset(itertools.pairwise(walk))
 
 
 def _in_part(node: Node, kept: set[Edge], passed: set[int]) -> Node:

@@ -34,8 +34,8 @@ def find_plan_problems(plan: Plan, graph: TraceGraph) -> Iterator[str]:
     """Yields every broken invariant of the case assignment as text.
 
     Invariants:
-    1. every node that an edge leads to, but END, is in exactly one block, every block in exactly one Switch-Case, and `block_of`,
-       `level_of` and the levels themselves say the same;
+    1. every node that an edge leads to, but END, is in exactly one block, every block in exactly one Switch-Case, and
+       `block_of`, `level_of` and the levels themselves say the same;
     2. the nodes of a block are a chain: each is the only child of its only parent; and the chain is maximal;
     3. every forward edge between blocks goes to a higher level, and if it jumps over one, that one has a no-op; a back
        edge jumps over the rest of its loop; a level with a no-op is jumped over;

@@ -326,7 +326,9 @@ class StepRunner:
             return
         native.extend(list(result.nodes))
         # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
-        self.policy.learned(not result.covered or _diverged(fallback), completed, 1.0 if result.covered else result.share_new)
+        self.policy.learned(
+            not result.covered or _diverged(fallback), completed, 1.0 if result.covered else result.share_new
+        )
         if len(self.graph.nodes) > MAX_NODES:
             self.policy.give_up(f"its graph has grown beyond {MAX_NODES} operations: it hardly ever repeats itself")
         if not result.covered:
