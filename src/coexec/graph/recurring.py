@@ -17,17 +17,19 @@ from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Edge, Node, Prod
 def recurring(graph: TraceGraph) -> TraceGraph:
     """Returns the part of `graph` that some later iteration took; `graph` itself if that is all, or nothing.
 
+    A graph with back edges is returned as it is: it was begun anew when its loops were folded, long after the step's
+    first iteration.
+
     Node ids are kept: nodes off that part have no edges. All others lie behind START, since whole paths are kept.
     """
     kept = graph.edge_visits.keys() - graph.first_only
-    if not graph.first_only or not any(parent == START for parent, _ in kept):
+    if not graph.first_only or graph.back_edges or not any(parent == START for parent, _ in kept):
         return graph
     passed = {child for _, child in kept}
     part = TraceGraph()
     part.nodes = [_in_part(node, kept, passed) for node in graph.nodes]
     part.by_key, part.traces = graph.by_key, graph.traces
     part.edge_visits = {edge: visits for edge, visits in graph.edge_visits.items() if edge in kept}
-    part.back_edges = graph.back_edges & kept
     part.paths = {digest: path for digest, path in graph.paths.items() if _is_kept(path, kept)}
     return part
 
