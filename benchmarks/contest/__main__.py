@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contest.budget import CONVERSIONS, UNLIMITED, Budget
 from benchmarks.contest.contenders import COEXEC_KEPT, CONTENDERS, DISTURBED, EAGER
 from benchmarks.contest.converting import WAYS
 from benchmarks.contest.measure import Plan, measure, start
@@ -68,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--turn-steps", type=int, default=default.turn_steps, help="steps of a turn")
     parser.add_argument("--warm-steps", type=int, default=default.warm_steps, help="steps before the first turn")
     parser.add_argument("--settle", type=float, default=default.settle_s, help="seconds for background compilation")
+    parser.add_argument("--budget", type=float, help="seconds for all of it: what there is no time for is left out")
     parser.add_argument("--no-convert", action="store_true", help="leave out the conversions")
     parser.add_argument("--tiny", action="store_true", help="the tests' sizes: to try the command, not to measure")
     parser.add_argument("--out", type=Path, default=OUT, help="where the JSON goes")
@@ -80,36 +84,42 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the run's result: environment, plan, and an entry per program."""
     plan = Plan(
-        options.warm_steps, options.rounds, options.turn_steps, 2 * options.turn_steps, options.settle, options.tiny
+        *(options.warm_steps, options.rounds, options.turn_steps, 2 * options.turn_steps),
+        *(options.settle, options.tiny, options.budget),
     )
+    until_s = time.monotonic() + (options.budget or math.inf)
     result: dict[str, Any] = {
         "began": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": describe_machine(),
         "plan": asdict(plan),
         "programs": {},
     }
-    for name in options.programs or catalog.PROGRAMS:
-        result["programs"][name] = entry_of(name, options, plan)
+    names = options.programs or catalog.PROGRAMS
+    for index, name in enumerate(names):
+        budget = Budget(max(0.0, until_s - time.monotonic()) / (len(names) - index))
+        result["programs"][name] = entry_of(name, options, plan, budget)
         if not options.json:
             announce(name, result["programs"][name])
     return result
 
 
-def entry_of(name: str, options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def entry_of(name: str, options: argparse.Namespace, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, Any]:
     """Returns what was found about one program; what is missing or fails says so instead."""
     if problem := catalog.missing(name):
         return {"missing": problem}
-    entry: dict[str, Any] = {} if options.no_convert else {"conversions": convert(name)}
+    entry: dict[str, Any] = {} if options.no_convert else {"conversions": convert(name, budget)}
     try:
-        return entry | measure(name, options.contenders, plan, say)
+        return entry | measure(name, options.contenders, plan, say, budget)
     except ChildFailed as error:
         return entry | {"failed": str(error)}
 
 
-def convert(name: str) -> dict[str, dict[str, str]]:
-    """Returns a verdict per way of converting, each found out in a process of its own."""
+def convert(name: str, budget: Budget = UNLIMITED) -> dict[str, dict[str, str]]:
+    """Returns a verdict per way of converting, each found out in a process of its own; fewer if the time is up."""
     verdicts: dict[str, dict[str, str]] = {}
     for way in WAYS:
+        if budget.left_s(CONVERSIONS) == 0.0:
+            break
         say(f"{name}: does it convert? {way}")
         try:
             with Child(name, way, module="benchmarks.contest.converting") as child:

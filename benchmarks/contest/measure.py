@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER
+from benchmarks.contest.budget import STARTS, UNLIMITED, Budget
+from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER, EAGER_AGAIN, OURS
 from benchmarks.paired import Paired
-from examples.demo.child import Child, ChildFailed
+from examples.demo.child import REQUEST_TIMEOUT_S, Child, ChildFailed
 
 FAST = 1.1
 """A step is fast if it takes at most this many times the median step of the measured turns."""
@@ -36,14 +37,15 @@ class Plan:
     peak_steps: int = 20
     settle_s: float = 300.0  # how long coexec may train until it has compiled; then it is waited for
     tiny: bool = False
+    budget_s: float | None = None  # of all programs together; what there is no time for is left out
 
 
-def measure(program: str, names: list[str], plan: Plan, say: Say) -> dict[str, Any]:
+def measure(program: str, names: list[str], plan: Plan, say: Say, budget: Budget = UNLIMITED) -> dict[str, Any]:
     """Returns all figures of one program; contenders that fail are left out, with their reason."""
     with ExitStack() as stack:
-        children, warm, problems = open_children(stack, program, names, plan, say)
+        children, warm, problems = open_children(stack, program, names, plan, say, budget)
         racers = {name: child for name, child in children.items() if name != DISTURBED}
-        paired = take_turns(racers, plan, say, problems)
+        paired = take_turns(racers, plan, say, problems, budget)
         ended = [name for name in racers if name in problems]
         facts = {name: facts_of(child, plan) for name, child in racers.items() if name not in ended}
     contenders = paired.as_json(EAGER)
@@ -55,9 +57,11 @@ def measure(program: str, names: list[str], plan: Plan, say: Say) -> dict[str, A
 
 
 def open_children(
-    stack: ExitStack, program: str, names: list[str], plan: Plan, say: Say
+    stack: ExitStack, program: str, names: list[str], plan: Plan, say: Say, budget: Budget = UNLIMITED
 ) -> tuple[dict[str, Child], dict[str, Any], dict[str, str]]:
     """Starts and warms up the contenders one after the other; each sleeps when it is done.
+
+    Those that matter most come first: with a budget, the others may find no time left.
 
     Raises:
         ChildFailed: eager itself does not run.
@@ -65,11 +69,14 @@ def open_children(
     children: dict[str, Child] = {}
     warm: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    for name in [EAGER, DISTURBED, *(name for name in names if name not in (EAGER, DISTURBED))]:
+    for name in by_importance(names):
+        if name != EAGER and budget.left_s(STARTS) == 0.0:
+            problems[name] = f"{program}, {name}: left out, the time was up"
+            continue
         say(f"{program}: warming up {name}")
         try:
             child = stack.enter_context(start(program, name, plan))
-            warm[name] = warm_up(child, plan)
+            warm[name] = warm_up(child, plan, budget)
         except ChildFailed as error:
             if name == EAGER:
                 raise
@@ -82,6 +89,13 @@ def open_children(
     return children, warm, problems
 
 
+def by_importance(names: list[str]) -> list[str]:
+    """Returns the contenders in the order in which they start."""
+    ours = [contender.name for contender in OURS]
+    first = [EAGER, DISTURBED, *(name for name in (EAGER_AGAIN, *ours) if name in names)]
+    return [*first, *(name for name in names if name not in first)]
+
+
 def start(program: str, name: str, plan: Plan) -> Child:
     """Returns the process of one contender."""
     assert name in CONTENDERS, name
@@ -89,14 +103,20 @@ def start(program: str, name: str, plan: Plan) -> Child:
     return Child(sized, name, f"{program}, {name}", module="benchmarks.contest.child")
 
 
-def warm_up(child: Child, plan: Plan) -> dict[str, Any]:
-    """Runs the first steps, notes where they led, and goes on until the contender has settled."""
+def warm_up(child: Child, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, Any]:
+    """Runs the first steps, notes where they led, and goes on until the contender has settled.
+
+    Raises:
+        ChildFailed: also if the first steps take longer than the budget has.
+    """
+    child.timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, budget.left_s(STARTS)))
     result = child.ask("warm", steps=plan.warm_steps)
+    child.timeout_s = REQUEST_TIMEOUT_S
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "parameters.npy")
         child.ask("parameters", path=path)
         result["parameters"] = np.load(path)
-    settled = child.ask("settle", limit_s=plan.settle_s)
+    settled = child.ask("settle", limit_s=budget.settle_s(plan.settle_s))
     for key in ("ends_s", "times_s"):
         result[key] += settled[key]
     child.ask("fresh")
@@ -129,13 +149,17 @@ def send(child: Child, number: int) -> None:
         os.killpg(child.session, number)
 
 
-def take_turns(children: dict[str, Child], plan: Plan, say: Say, problems: dict[str, str]) -> Paired:
+def take_turns(
+    children: dict[str, Child], plan: Plan, say: Say, problems: dict[str, str], budget: Budget = UNLIMITED
+) -> Paired:
     """Returns seconds per step of each contender in each round; who begins changes from round to round.
 
     All get the same batches in a round. One that fails loses all its rounds, and its reason is added to `problems`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in children}
     for number in range(plan.rounds):
+        if not budget.allows_round(number):
+            break
         order = [*children]
         first = number % len(order)
         for name in order[first:] + order[:first]:

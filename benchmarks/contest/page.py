@@ -26,6 +26,7 @@ from benchmarks.contest.contenders import (
 from benchmarks.contest.converting import WAYS
 from benchmarks.inference_summary import geomean
 from benchmarks.markdown import table
+from benchmarks.programs import catalog
 
 NOTHING = "-"
 
@@ -43,6 +44,7 @@ def sections(result: dict[str, Any], pictures: Sequence[Path]) -> Iterable[str]:
     for picture in pictures:
         yield f"![{picture.stem}]({picture.as_posix()})"
     yield "## Throughput\n\n" + throughput(result)
+    yield "## The programs\n\n" + programs(result)
     yield "## Does it convert at all?\n\n" + conversions(result)
     yield "## Lazy evaluation\n\n" + lazy(result)
     yield "## Start, memory, compilations\n\n" + costs(result)
@@ -50,6 +52,38 @@ def sections(result: dict[str, Any], pictures: Sequence[Path]) -> Iterable[str]:
     yield "## Where a step's time goes\n\n" + breakdown(result)
     if problems := failures(result):
         yield "## What did not run\n\n" + problems
+
+
+def programs(result: dict[str, Any]) -> str:
+    """Returns what each program is, what made its conversion fail, and what co-execution made of it."""
+    parts = [
+        f"### {name}\n\n{catalog.described(name)}\n\n" + "\n".join(f"- {line}" for line in outcome(entry))
+        for name, entry in result["programs"].items()
+    ]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def outcome(entry: dict[str, Any]) -> Iterable[str]:
+    """Yields a program's story in lines: conversions by verdict, the first complaint of each, coexec's graph."""
+    found = entry.get("conversions", {})
+    for verdict in ("yes", "wrong", "no"):
+        if ways := [way for way, one in found.items() if one["verdict"] == verdict]:
+            why = found[ways[0]]["why"]
+            yield f"converts, {verdict}: {', '.join(ways)}" + (f"; {ways[0]}: `{why}`" if why else "")
+    for name in (COEXEC_KEPT, COEXEC_REPLAY):
+        if ours := entry.get("contenders", {}).get(name, {}).get("coexec"):
+            yield f"{name}: {graph_in_words(ours['stats'])}"
+
+
+def graph_in_words(stats: dict[str, Any]) -> str:
+    """Returns how a step settled: calls, fallbacks by reason, branches, loops and segments of the plan."""
+    left = ", ".join(f"{count} {reason}" for reason, count in stats["fallbacks"].items()) or "none"
+    segments = ", ".join(f"{count} {executor}" for executor, count in stats["segments"].items()) or "none"
+    return (
+        f"{stats['co_executed']} of {stats['iterations']} steps co-executed, {stats['traced']} traced; "
+        f"fallbacks: {left}; {stats['switches']} branches, {stats['loops']} loops; segments: {segments}; "
+        f"ends in {stats['phase']}"
+    )
 
 
 def environment(result: dict[str, Any]) -> str:
@@ -60,7 +94,18 @@ def environment(result: dict[str, Any]) -> str:
         f"{result['began']}; {machine['processor']}, {machine['cores']} cores, {machine['capability']}; torch "
         f"{machine['torch']}, Python {machine['python']}, {machine['torch_threads']} threads; load when it began: "
         f"{machine['load_average'][0]}. {plan['warm_steps']} steps of warm-up, then {plan['rounds']} rounds by turns "
-        f"of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn.{sized}"
+        f"of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn."
+        f"{limited(plan)}{sized}"
+    )
+
+
+def limited(plan: dict[str, Any]) -> str:
+    """Returns what a time limit did to the figures, in words."""
+    if not (budget_s := plan.get("budget_s")):
+        return ""
+    return (
+        f" All of it had {budget_s / 60:.0f} minutes: contenders without time left are listed at the end, there may be "
+        "fewer rounds, and coexec may not have compiled everything."
     )
 
 

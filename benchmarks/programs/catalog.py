@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 from importlib.util import find_spec
+from pathlib import Path
 
 from benchmarks.programs.program import Program
 
@@ -24,6 +26,12 @@ def missing(name: str) -> str:
     if find_spec(package) is not None:
         return ""
     return f"needs {package}: pip install {'scikit-learn' if package == 'sklearn' else package}"
+
+
+def described(name: str) -> str:
+    """Returns what a program says about itself: what it is, and what about it is hard to convert. Imports nothing."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)) or ""
 
 
 def make(name: str, seed: int = 0, tiny: bool = False) -> Program:

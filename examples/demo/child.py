@@ -54,6 +54,7 @@ class Child:
         steps: int = SCHEDULE_STEPS,
     ) -> None:
         self.name = name or variant
+        self.timeout_s = REQUEST_TIMEOUT_S  # of each request
         search = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, program, variant, str(steps)],
@@ -99,9 +100,9 @@ class Child:
 
     def _read_line(self, stream: IO[str]) -> str:
         """The child's answer; a child that hangs is ended, so that the benchmark is not."""
-        if not select.select([stream], [], [], REQUEST_TIMEOUT_S)[0]:
+        if not select.select([stream], [], [], self.timeout_s)[0]:
             self._process.kill()
-            raise ChildFailed(f"{self.name}: no answer within {REQUEST_TIMEOUT_S:.0f} s")
+            raise ChildFailed(f"{self.name}: no answer within {self.timeout_s:.0f} s")
         return stream.readline()
 
     def run_block(self, lead_in: int, steps: int, one_by_one: bool) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 
 from benchmarks.contest import timeline
 from benchmarks.contest.__main__ import main
+from benchmarks.contest.budget import FEWEST_ROUNDS, STARTS, UNLIMITED, Budget
 from benchmarks.contest.child import parameters_of, waits_by_reason
 from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER
 from benchmarks.contest.converting import difference, exported, frozen, reason, scripted, traced, train, verdict
-from benchmarks.contest.measure import distance, first_fast_s, per_step
+from benchmarks.contest.measure import by_importance, distance, first_fast_s, per_step
 from benchmarks.contest.page import best_compile, write_page
 from benchmarks.programs.program import Program
 
@@ -134,6 +137,7 @@ def contender(speedup: float, **more: Any) -> dict[str, Any]:
 
 def sample_result() -> dict[str, Any]:
     stats = {"segments": {"replay": 3}, "fallbacks": {"new path": 2}, "phase": "co-execution"}
+    stats |= {"iterations": 200, "co_executed": 190, "traced": 8, "switches": 1, "loops": 4}
     waits = {"fetch": {"count": 2.0, "seconds": 0.001}}
     times = dict.fromkeys(("python_exec_ms", "python_stall_ms", "graph_exec_ms", "graph_stall_ms"), 1.5)
     spent = {**times, "feeds": 1.0, "fetches": 2.0, "co_executed": 1.0, "waits": waits}
@@ -156,7 +160,7 @@ def sample_result() -> dict[str, Any]:
         "conversions": {"jit.trace model": {"verdict": "wrong", "why": "step 2: loss is 1"}},
     }
     machine = {"processor": "a | b", "cores": 2, "capability": "AVX2", "torch": "2", "python": "3", "torch_threads": 2}
-    plan = {"warm_steps": 100, "rounds": 10, "turn_steps": 10, "tiny": True}
+    plan = {"warm_steps": 100, "rounds": 10, "turn_steps": 10, "tiny": True, "budget_s": 2400.0}
     programs = {"gpt2": entry, "lora": {"missing": "needs transformers"}}
     return {"began": "today", "machine": machine | {"load_average": [0.1]}, "plan": plan, "programs": programs}
 
@@ -174,6 +178,10 @@ def test_the_page_has_every_figure_and_its_charts(tmp_path: Path) -> None:
         "3 graphs, 1 breaks, 2 recompilations",
         "fetch 2.0 (1.00 ms)",
         "these figures say nothing about speed",
+        "All of it had 40 minutes",
+        "every batch has another length, as texts do.",
+        "- converts, wrong: jit.trace model; jit.trace model: `step 2: loss is 1`",
+        "- coexec kept: 190 of 200 steps co-executed, 8 traced; fallbacks: 2 new path; 1 branches, 4 loops",
         "gpt2, compile nested: it broke",
         "- lora: needs transformers",
     ):
@@ -181,6 +189,23 @@ def test_the_page_has_every_figure_and_its_charts(tmp_path: Path) -> None:
     for picture in ("speed", "breakdown"):
         assert f"](page/{picture}.svg)" in text
         assert (tmp_path / "page" / f"{picture}.svg").read_text().startswith("<?xml")
+
+
+def test_a_budget_is_shared_out_and_never_cuts_the_fewest_rounds() -> None:
+    spent = Budget(10.0, time.monotonic() - 8.0)
+    assert spent.left_s(STARTS) == 0.0
+    assert 1.5 < spent.left_s() <= 2.0
+    assert spent.allows_round(20)
+    over = Budget(10.0, time.monotonic() - 11.0)
+    assert [over.allows_round(number) for number in (0, FEWEST_ROUNDS - 1, FEWEST_ROUNDS)] == [True, True, False]
+    assert over.settle_s(300.0) == 2.0
+    assert UNLIMITED.settle_s(300.0) == 300.0
+    assert UNLIMITED.left_s(0.1) == math.inf
+
+
+def test_the_contenders_that_matter_most_start_first() -> None:
+    order = by_importance(["compile", "compile dynamic", "coexec replay", "coexec"])
+    assert order == [EAGER, DISTURBED, "coexec", "coexec replay", "compile", "compile dynamic"]
 
 
 def test_a_result_that_is_not_bit_identical_is_called_wrong(tmp_path: Path) -> None:

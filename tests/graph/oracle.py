@@ -39,13 +39,25 @@ class NaiveGraph:
                     todo.append(child)
         return goal in found
 
-    def find(self, pointer: int, op: OpRecord) -> int:
+    def child(self, at: int, key: object) -> int | None:
+        return next((child for child in self.nodes[at].children if self.nodes[child].key == key), None)
+
+    def goes_on(self, pointer: int, candidate: int, following: OpRecord | None) -> bool:
+        """Whether the next op need not become a new node only because the trace merges back with `candidate`."""
+        if following is None or self.child(candidate, node_key(following)) is not None:
+            return True
+        same = [k for k, node in enumerate(self.nodes) if node.key == node_key(following) and not following.folded]
+        ahead = [k for k in same if not self.reaches(k, pointer)]
+        return not ahead or not all(self.reaches(k, candidate) for k in ahead)
+
+    def find(self, pointer: int, op: OpRecord, following: OpRecord | None) -> int:
         key = node_key(op)
-        for child in self.nodes[pointer].children:
-            if self.nodes[child].key == key:
-                return child
+        if (child := self.child(pointer, key)) is not None:
+            return child
         for candidate, node in enumerate(self.nodes):
-            if node.key == key and (op.folded or not self.reaches(candidate, pointer)):
+            if node.key != key or (not op.folded and self.reaches(candidate, pointer)):
+                continue
+            if op.folded or self.goes_on(pointer, candidate, following):
                 return candidate
         self.nodes.append(NaiveNode(key, inputs=[set() for _ in op.inputs]))
         return len(self.nodes) - 1
@@ -53,8 +65,8 @@ class NaiveGraph:
     def merge(self, trace: Trace) -> list[int]:
         path: list[int] = []
         pointer = START
-        for op in trace.ops:
-            at = self.find(pointer, op)
+        for op, following in zip(trace.ops, (*trace.ops[1:], None), strict=False):
+            at = self.find(pointer, op, following)
             self.step(pointer, at, op.folded)
             node = self.nodes[at]
             for position, ref in enumerate(op.inputs):

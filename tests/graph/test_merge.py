@@ -245,21 +245,34 @@ def test_a_prefix_may_pass_a_folded_node_again() -> None:
     check_graph(graph)
 
 
+def test_an_op_at_another_place_of_each_trace_makes_no_other_op_anew() -> None:
+    """Stochastic downsampling: one op after a block that is drawn. The blocks stay what they are."""
+    blocks, drawn = list(range(10, 70, 10)), 5
+    graph = TraceGraph()
+    for place in (3, 1, 5, 2, 4):
+        result = merge(graph, chain(*blocks[:place], drawn, *blocks[place:]))
+        assert place == 3 or [index for _, index in result.new_nodes] == [place]
+        check_graph(graph)
+    assert len(graph.nodes) - 2 == len(blocks) + 5
+    for place in (1, 2, 3, 4, 5):
+        assert merge(graph, chain(*blocks[:place], drawn, *blocks[place:])).covered
+
+
 def test_reordered_ops_make_a_second_node_and_no_cycle() -> None:
     graph = graph_of(chain(10, 20, 30, 40))
     result = merge(graph, chain(10, 30, 20, 40))
     check_graph(graph)
-    assert result.nodes == (2, 4, 6, 5)
-    assert result.new_nodes == ((6, 2),)
-    assert graph.by_key[graph.nodes[3].key] == [3, 6]
-    assert merge(graph, chain(10, 30, 20, 40)).nodes == (2, 4, 6, 5)
+    assert result.nodes == (2, 6, 3, 5)
+    assert result.new_nodes == ((6, 1),)
+    assert graph.by_key[graph.nodes[4].key] == [4, 6]
+    assert merge(graph, chain(10, 30, 20, 40)).nodes == (2, 6, 3, 5)
     assert merge(graph, chain(10, 20, 30, 40)).nodes == (2, 3, 4, 5)
 
 
 def test_a_child_with_the_key_is_preferred_to_an_older_node() -> None:
     graph = graph_of(chain(10, 20, 30), chain(10, 30, 20))
     second = merge(graph, chain(10, 30, 20)).nodes
-    assert second[2] == graph.by_key[graph.nodes[second[2]].key][1]
+    assert second[1] == graph.by_key[graph.nodes[second[1]].key][1]
 
 
 def test_a_whole_reversal_adds_every_op_but_the_one_it_begins_with() -> None:

@@ -57,8 +57,8 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
 }
 
 Node* Step::known_barrier(const OpInfo* info, uint64_t location) {
-  for (int32_t id : current_->children)
-    if (Node& n = program.at(id); n.info == info && n.location == location)
+  for (const Child& c : current_->children)
+    if (Node& n = program.at(c.id); n.info == info && n.location == location)
       return &n;
   return nullptr;
 }

@@ -59,8 +59,8 @@ void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
 bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location) {
   const auto* schema = &op.schema();
   Node *waiting = nullptr, *other_shapes = nullptr;
-  for (int32_t id : current_->children) {
-    Node& n = program.at(id);
+  for (const Child& c : current_->children) {
+    Node& n = program.at(c.id);
     if (n.info->schema != schema || n.location != location)
       continue;
     auto args = torch::jit::last(*stack, n.info->args.size());
@@ -101,14 +101,33 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
     sync(*waiting, op, ks, stack);
     return true;
   }
-  if (other_shapes)
+  if (other_shapes) {
+    note_untold(*other_shapes);
     fall_back("new shapes", other_shapes->info->name, location);
+  }
   return false;
+}
+
+// Shapes without end that no meta kernel tells must not be fallbacks without end: Python waits at the op instead. With
+// a meta kernel it is the ways to lie in memory that are new, and these come to an end.
+void Step::note_untold(const Node& n) {
+  constexpr int kEnough = 12, kNeverTold = 4;
+  int& count = untold_[mix(n.location, n.info->name_hash)];
+  count += cannot_be_told(n) ? kNeverTold : 1;
+  if (count >= kEnough)
+    recorder.untold.insert(mix(n.location, n.info->name_hash));
 }
 
 // A view of memory from outside is an ordinary tensor, made by the op itself.
 bool Step::views_the_outside(const Node& n) const {
   return n.kind == Kind::View && n.info->is_view && (in_.empty() || !in_[0].record);
+}
+
+void Step::take(int32_t child) {
+  if (Child* c = current_->child(child); c && !c->taken) {
+    c->taken = true;
+    stats.edges_taken++;
+  }
 }
 
 // The op is validated: it becomes the latest entry of the log. The caller fills the entry and publishes it.
@@ -121,6 +140,7 @@ void Step::advance(Node& n) {
   passed_[n.id] = true;
   e.first_sid = again && n.makes_memory() ? it_->new_sids(static_cast<int32_t>(n.outputs.size())) : n.slot_base;
   path.push_back(n.id);
+  take(n.id);
   current_ = &n;
   stats.ops++;
   remember_sequence(n.uid);

@@ -226,7 +226,7 @@ void GraphRunner::note_wait(int64_t at) {
   if (it_->validated() > at || it_->closed())
     return;
   const Node& n = at == 0 ? program_->at(kStart) : *it_->entry(at - 1).node;
-  if (n.children.size() > 1)
+  if (n.planned_child() < 0)
     (n.loop_cond ? stats_.loop_cond_waits : stats_.case_select_waits)++;
 }
 

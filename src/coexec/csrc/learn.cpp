@@ -44,8 +44,8 @@ void Step::link_path(const std::vector<int32_t>& nodes) {
     auto& c = program.at(previous).children;
     // Of two nodes for one op the one that waits for nothing: an earlier trace did not know that Python reads it.
     bool first = id != kEnd && program.at(id).kind == Kind::Host;
-    if (std::find(c.begin(), c.end(), id) == c.end())
-      c.insert(first ? c.begin() : c.end(), id);
+    if (!program.at(previous).child(id))
+      c.insert(first ? c.begin() : c.end(), Child{id});
     previous = id;
   };
   for (int32_t id : nodes)

@@ -60,6 +60,21 @@ void Step::start_anew() {
   program.clear();
 }
 
+bool Step::taken(int32_t from, int32_t to) {
+  const Child* c = program.at(from).child(to);
+  return c && c->taken;
+}
+
+void Step::mark_unplanned(const std::vector<std::pair<int32_t, int32_t>>& edges) {
+  graph.join_iteration();
+  for (size_t n = 0; n < program.size(); n++)
+    for (Child& c : program.at(static_cast<int32_t>(n)).children)
+      c.unplanned = false;
+  for (auto [from, to] : edges)
+    if (Child* c = program.at(from).child(to))
+      c->unplanned = true;
+}
+
 void Step::mark_loop_conds(const std::vector<int32_t>& nodes) {
   graph.join_iteration();
   for (size_t n = 0; n < program.size(); n++)

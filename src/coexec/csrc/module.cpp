@@ -460,6 +460,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("fold_location", &Step::fold_location)
       .def("fold_list", &Step::fold_list)
       .def("mark_loop_conds", &Step::mark_loop_conds)
+      .def("mark_unplanned", &Step::mark_unplanned)
+      .def("taken", &Step::taken)
+      .def_property_readonly("edges_taken", [](Step& s) { return s.stats.edges_taken; })
       .def("trace", [](Step& s) { return translated([&] { return export_trace(s); }); })
       .def("barrier",
           [](Step& s, const std::string& name, std::optional<at::Tensor> t, bool foreign) {

@@ -53,6 +53,13 @@ struct Variant : std::enable_shared_from_this<Variant> {
   mutable std::atomic<bool> wrong{false}; // inferred, and the kernel then chose other strides: set by the GraphRunner
 };
 
+// What may come after a node.
+struct Child {
+  int32_t id;
+  bool taken = false; // by an iteration in co-execution. Written by the PythonRunner, which alone reads it
+  bool unplanned = false; // only the first trace went there: the GraphRunner does not count with it. Set with the plan
+};
+
 struct Node {
   int32_t id;
   const OpInfo* info;
@@ -66,7 +73,7 @@ struct Node {
   std::vector<Output> outputs;
   std::vector<int16_t> writes; // flattened inputs whose memory is written
   std::vector<std::vector<int32_t>> producers; // per flattened input: slots it may come from (kExternal included)
-  std::vector<int32_t> children;
+  std::vector<Child> children;
   bool no_meta = false; // its meta kernel raises: see shapes.cpp
   static constexpr size_t kManyVariants = 256; // sizes that only ever grow must not be searched and kept for ever
   std::vector<std::shared_ptr<Variant>> variants; // the latest used first
@@ -74,6 +81,20 @@ struct Node {
   int32_t segment = -1; // segment it belongs to, and its position in it
   int32_t position = 0;
 
+  Child* child(int32_t to) {
+    auto c = std::find_if(children.begin(), children.end(), [&](const Child& x) { return x.id == to; });
+    return c == children.end() ? nullptr : &*c;
+  }
+  // The node that comes next as far as the plan knows; -1: it depends, or nothing was planned.
+  int32_t planned_child() const {
+    int32_t only = -1;
+    for (const Child& c : children) {
+      if (!c.unplanned && only >= 0)
+        return -1;
+      only = c.unplanned ? only : c.id;
+    }
+    return only;
+  }
   bool makes_memory() const {
     return std::any_of(outputs.begin(), outputs.end(), [](const Output& o) { return o.defined && o.alias < 0; });
   }

@@ -6,7 +6,7 @@
 
 namespace coexec {
 // The planned segment that begins at log index `at` and has a compiled version, if the path is known: the op is
-// validated, or it is the only one that can come (no Case Select).
+// validated, or it is the only one that is planned to come (no Case Select).
 const PlannedSegment* GraphRunner::segment_at(int64_t at) {
   if (!segments_ || at < replay_until_ || it_->lazy)
     return nullptr;
@@ -14,10 +14,9 @@ const PlannedSegment* GraphRunner::segment_at(int64_t at) {
   if (it_->validated() > at) {
     node = it_->entry(at).node->id;
   } else {
-    const auto& c = at == 0 ? program_->at(kStart).children : it_->entry(at - 1).node->children;
-    if (c.size() != 1 || c[0] == kEnd)
+    node = (at == 0 ? program_->at(kStart) : *it_->entry(at - 1).node).planned_child();
+    if (node < 0 || node == kEnd)
       return nullptr;
-    node = c[0];
   }
   const Node& n = program_->at(node);
   if (n.segment < 0 || n.position != 0)

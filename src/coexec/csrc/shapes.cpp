@@ -28,6 +28,8 @@ at::Tensor on_meta(const Geometry& g) {
 
 // Strides that CPU kernels choose by more than metadata rules: never guessed.
 bool chooses_layout(const std::string& name) {
+  if (name == "aten::linalg_vector_norm") // a reduction like others
+    return false;
   return name.find("mkldnn") != std::string::npos || name.find("fft") != std::string::npos ||
       name.find("linalg") != std::string::npos || name.find("lstm") != std::string::npos;
 }
@@ -152,6 +154,12 @@ static bool tells_the_truth(const Node& n, c10::ArrayRef<c10::IValue> args, Vari
   bool agrees = run_meta(n, old, &again) && again.outputs == seen.outputs;
   seen.meta = agrees ? Variant::Meta::Agrees : Variant::Meta::Disagrees;
   return agrees;
+}
+
+bool Step::cannot_be_told(const Node& n) const {
+  auto lies = [](const auto& v) { return v->meta == Variant::Meta::Disagrees; };
+  return n.no_meta || !n.info->handle || chooses_layout(n.info->name) ||
+      std::any_of(n.variants.begin(), n.variants.end(), lies);
 }
 
 const Variant* Step::infer_variant(Node& n, c10::ArrayRef<c10::IValue> args) {

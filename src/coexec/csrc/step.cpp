@@ -144,8 +144,8 @@ bool Step::finish() {
   close_barrier();
   if (phase == Phase::Coexec) {
     try {
-      const auto& c = current_->children;
-      if (std::find(c.begin(), c.end(), kEnd) == c.end())
+      take(kEnd);
+      if (!current_->child(kEnd))
         fall_back("early end", "return", 0);
       else if (can_return_early()) {
         return_early();

@@ -28,6 +28,7 @@ struct FoldedLoop {
 
 struct StepStats {
   int64_t ops = 0, traced_ops = 0, inferred_shapes = 0, feeds = 0, fetches = 0, returned_early = 0;
+  int64_t edges_taken = 0; // of the TraceGraph, by iterations in co-execution
 };
 
 // One op of a co-executed iteration, as a backend is told about it (backends/spec.py).
@@ -95,6 +96,9 @@ class Step {
   void fold_location(uint64_t location);
   void fold_list(uint64_t location); // and the lists of the op there are loops over their elements
   void mark_loop_conds(const std::vector<int32_t>& nodes);
+  // Edges that the plan leaves out, and whether an iteration in co-execution took one.
+  void mark_unplanned(const std::vector<std::pair<int32_t, int32_t>>& edges);
+  bool taken(int32_t from, int32_t to);
   // Python touches state outside the dispatcher. `resolve`: the tensor's memory goes to the outside for good.
   void barrier(const std::string& name, const std::optional<at::Tensor>& t, bool foreign);
 
@@ -161,7 +165,10 @@ class Step {
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   const Variant* add_variant(Node& n, std::shared_ptr<Variant> v);
   void forget_old_variants();
+  void note_untold(const Node& n);
+  bool cannot_be_told(const Node& n) const;
   void advance(Node& n);
+  void take(int32_t child);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
   Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
@@ -215,6 +222,7 @@ class Step {
 
   StepFrame frame_;
   std::vector<FoldedLoop> folded_loops_;
+  std::unordered_map<uint64_t, int> untold_; // how often an op (location and name) had shapes that nothing told
   std::unordered_set<uint64_t> folded_uids_; // of ops in folded loops: those of their backward pass follow
   std::unordered_set<uint64_t> list_uids_; // of ops that stand for an element of a list of varying length
   bool in_list_ = false; // the op at hand is one

@@ -2,7 +2,9 @@
 
 A pointer stands on the latest matched node. The next op is looked for among its children, then among all nodes with an
 equal key that can follow without a cycle (the branch merges back), and becomes a new node otherwise. When two traces
-run the same ops in different order, one key has two nodes; children first keeps later traces on the right one.
+run the same ops in different order, one key has two nodes; children first keeps later traces on the right one. A branch
+that would have to leave the graph again at once does not merge back: an op that comes now here, now there (stochastic
+downsampling) is a node at each place, where one node for all would make new nodes of all ops between two places.
 
 A folded op, of a loop whose trip count varies, has one node: where it cannot follow without a cycle, it begins another
 pass, and the edge to it is a back edge.
@@ -42,6 +44,11 @@ class MergeResult:
             or self.new_foreign
             or self.new_ambiguous
         )
+
+    @property
+    def share_new(self) -> float:
+        """How much of the trace was new: ops that are new nodes or came over new edges, by all its ops."""
+        return (len(self.new_nodes) + len(self.new_edges)) / max(1, len(self.nodes))
 
 
 def merge(graph: TraceGraph, trace: Trace) -> MergeResult:
@@ -98,7 +105,7 @@ class _Merger:
         if op.node >= 0:
             return self._validated(index, op)
         key = node_key(op)
-        return self._child(key) or self._merge_back(key) or self._branch(index, op, key)
+        return self._child(self.pointer, key) or self._merge_back(index, key) or self._branch(index, op, key)
 
     def _validated(self, index: int, op: OpRecord) -> Node:
         """The runner matched this op before the fallback; only an edge may be missing."""
@@ -112,19 +119,35 @@ class _Merger:
             )
         return nodes[op.node]
 
-    def _child(self, key: NodeKey) -> Node | None:
+    def _child(self, node: Node, key: NodeKey) -> Node | None:
         nodes = self.graph.nodes
-        for child in self.pointer.children:
+        for child in node.children:
             if nodes[child].key == key:
                 return nodes[child]
         return None
 
-    def _merge_back(self, key: NodeKey) -> Node | None:
+    def _merge_back(self, index: int, key: NodeKey) -> Node | None:
         nodes = self.graph.nodes
         for candidate in self.graph.by_key.get(key, ()):
-            if nodes[candidate].folded or not closes_cycle(self.graph, self.pointer.id, candidate, self.behind):
+            if nodes[candidate].folded:
+                return nodes[candidate]
+            if closes_cycle(self.graph, self.pointer.id, candidate, self.behind):
+                continue
+            if self._goes_on(nodes[candidate], index + 1):
                 return nodes[candidate]
         return None
+
+    def _goes_on(self, node: Node, index: int) -> bool:
+        """False if the next op of the trace is known behind the pointer, and lies before `node` wherever it is."""
+        if index >= len(self.trace.ops) or self.trace.ops[index].node >= 0:
+            return True
+        key = node_key(self.trace.ops[index])
+        if self._child(node, key) is not None:
+            return True
+        graph, at = self.graph, self.pointer.id
+        known = [k for k in graph.by_key.get(key, ()) if not graph.nodes[k].folded]
+        ahead = [k for k in known if not closes_cycle(graph, at, k, self.behind)]
+        return not ahead or any(not closes_cycle(graph, node.id, k, set()) for k in ahead)
 
     def _branch(self, index: int, op: OpRecord, key: NodeKey) -> Node:
         node = self.graph.add(op, key, *next_place(self.pointer))
@@ -141,6 +164,10 @@ class _Merger:
             self.new_edges.append(edge)
             seen = 0
         visits[edge] = seen + 1
+        if self.graph.traces == 0:
+            self.graph.first_only.add(edge)
+        elif self.graph.first_only:
+            self.graph.first_only.discard(edge)
         if edge in self.graph.back_edges:  # what was passed so far may lie ahead again
             self.behind = {START}
 

@@ -103,6 +103,7 @@ class TraceGraph:
         self.by_key: dict[NodeKey, list[int]] = {}  # ids per key, oldest first; two when op order differs by path
         self.edge_visits: dict[Edge, int] = {}  # every edge, and how often traces took it
         self.back_edges: set[Edge] = set()  # those that begin another pass of a loop
+        self.first_only: set[Edge] = set()  # those that the first trace took, and no other iteration; see `recurring`
         self.paths: dict[int, SeenPath] = {}  # by hash, at most MAX_PATHS
         self.traces = 0  # merged so far
 

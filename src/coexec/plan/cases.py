@@ -17,7 +17,7 @@ from coexec.graph.tracegraph import END, START, Edge, TraceGraph
 from coexec.plan.loops import NO_LOOP, Loop, arrange
 
 NO_BLOCK = -1
-"""Entry of `Plan.block_of` for START and END."""
+"""Entry of `Plan.block_of` for START and END, and for nodes that no edge leads to (:mod:`coexec.graph.recurring`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,8 @@ def _basic_blocks(graph: TraceGraph) -> tuple[tuple[BasicBlock, ...], tuple[int,
     """Returns the chains, and the block id per node. Rank order meets a chain's nodes in order."""
     block_of = [NO_BLOCK] * len(graph.nodes)
     chains: list[list[int]] = []
-    for node in sorted(graph.nodes[END + 1 :], key=lambda node: node.rank):
+    planned = (node for node in graph.nodes[END + 1 :] if node.parents)  # not what only the first iteration did
+    for node in sorted(planned, key=lambda node: node.rank):
         parent = node.parents[0] if len(node.parents) == 1 else START
         if parent != START and len(graph.nodes[parent].children) == 1:
             block_of[node.id] = block_of[parent]

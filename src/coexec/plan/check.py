@@ -34,8 +34,8 @@ def find_plan_problems(plan: Plan, graph: TraceGraph) -> Iterator[str]:
     """Yields every broken invariant of the case assignment as text.
 
     Invariants:
-    1. every node but START and END is in exactly one block, every block in exactly one Switch-Case, and `block_of`,
-       `level_of` and the levels themselves say the same;
+    1. every node that an edge leads to, but END, is in exactly one block, every block in exactly one Switch-Case, and
+       `block_of`, `level_of` and the levels themselves say the same;
     2. the nodes of a block are a chain: each is the only child of its only parent; and the chain is maximal;
     3. every forward edge between blocks goes to a higher level, and if it jumps over one, that one has a no-op; a back
        edge jumps over the rest of its loop; a level with a no-op is jumped over;
@@ -92,7 +92,7 @@ def find_segment_problems(
 
 def _assignment_problems(plan: Plan, graph: TraceGraph) -> Iterator[str]:
     placed = sorted(node for block in plan.blocks for node in block.nodes)
-    if placed != list(range(END + 1, len(graph.nodes))):
+    if placed != [node.id for node in graph.nodes[END + 1 :] if node.parents]:
         yield "the blocks do not hold every node once"
     assigned = sorted(case.id for switch_case in plan.switch_cases for case in switch_case.cases)
     if assigned != [block.id for block in plan.blocks] or assigned != list(range(len(plan.blocks))):

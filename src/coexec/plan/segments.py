@@ -40,7 +40,7 @@ class Segments:
 
     segments: tuple[Segment, ...]  # by id
     of_block: tuple[tuple[int, ...], ...]  # segment ids per block id, in order
-    segment_of: tuple[int, ...]  # segment id per node id, NO_BLOCK for START and END
+    segment_of: tuple[int, ...]  # segment id per node id, NO_BLOCK for nodes that are in no block
 
 
 def cut_segments(graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limits = DEFAULT_LIMITS) -> Segments:

@@ -30,6 +30,7 @@ from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
 from coexec.config import Options, private_cache_dir
 from coexec.errors import CacheFolderError
+from coexec.graph.recurring import recurring
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_if_ready
@@ -103,6 +104,8 @@ class SegmentManager:
         self._last_poll_s = 0.0
         self._active = False  # some segment is on its way
         self._iterations = 0
+        self._unplanned = 0  # edges that the plan leaves out
+        self._edges_taken = 0  # of the native step, when it was last asked which ones
 
     # ------------------------------------------------------------------------------------------ between iterations
 
@@ -114,6 +117,7 @@ class SegmentManager:
     def after_iteration(self, native: Any, graph: TraceGraph) -> None:
         """One iteration ran wholly in co-execution: take the next step for segments that are on their way."""
         self._iterations += 1
+        self._wake(native, graph)
         if self._stale:
             self._stable += 1
             if self._stable < STABLE_ITERATIONS:
@@ -126,11 +130,20 @@ class SegmentManager:
         if self._iterations % REVIEW_ITERATIONS == 0:
             self._review(native)
 
+    def _wake(self, native: Any, graph: TraceGraph) -> None:
+        """An edge that was the first iteration's alone, and that another one has taken, belongs to the plan."""
+        if graph.first_only and native.edges_taken != self._edges_taken:
+            self._edges_taken = native.edges_taken
+            graph.first_only -= {edge for edge in graph.first_only if native.taken(*edge)}
+        if not self._stale and len(graph.first_only) < self._unplanned:
+            self.graph_changed()
+
     def _make_plan(self, native: Any, graph: TraceGraph) -> None:
         """Case assignment, then segments; segments that are as they were keep what they have."""
         self._stale = False
-        self.plan = assign_cases(graph)
-        cut = cut_segments(graph, self.plan, native.bytes_written)
+        planned_for = recurring(graph)
+        self.plan = assign_cases(planned_for)
+        cut = cut_segments(planned_for, self.plan, native.bytes_written)
         known = {(s.nodes, s.planned.kind): s for s in self.segments if not s.native.stale}
         make = _native_core().PlannedSegment
         self.segments = [
@@ -143,6 +156,9 @@ class SegmentManager:
         self._described = False
         self._reinstall(native)
         native.mark_loop_conds([node for loop in self.plan.loops for node in loop.conds])
+        unplanned = graph.first_only if planned_for is not graph else ()
+        self._unplanned = len(unplanned)
+        native.mark_unplanned(list(unplanned))
         self._active = any(self._wants_something(s) for s in self.segments)
 
     def _only_replay(self) -> str:
@@ -496,7 +512,8 @@ class _Description:
 
     def __init__(self, native: Any) -> None:
         self.native = native
-        self.path = set(native.path)
+        self.path = tuple(native.path)
+        self._index = {node: index for index, node in enumerate(self.path)}
 
     @functools.cached_property
     def ops(self) -> list[DescribedOp]:
@@ -514,8 +531,9 @@ class _Description:
         return self.native.survivors()
 
     def covers(self, segment: ManagedSegment) -> bool:
-        """Whether the iteration went through the whole segment."""
-        return self.path.issuperset(segment.nodes)
+        """Whether the iteration went through the whole segment, without a way round that is in no plan."""
+        first = self._index.get(segment.nodes[0], len(self.path))
+        return self.path[first : first + len(segment.nodes)] == segment.nodes
 
 
 def _native_core() -> Any:

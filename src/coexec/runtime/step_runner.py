@@ -24,7 +24,7 @@ from coexec.runtime.benefit import BenefitTrial
 from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
 from coexec.runtime.folding import LoopFolder
 from coexec.runtime.graph_view import GraphView
-from coexec.runtime.history import History, Waited, waits_of
+from coexec.runtime.history import History, Waited, user_line, waits_of
 from coexec.runtime.late_errors import name_the_line, same_error
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
@@ -357,7 +357,8 @@ class StepRunner:
         native.extend(list(result.nodes))
         # A fallback that taught nothing is a disagreement between matching and merging: it must not repeat for ever.
         seconds = time.perf_counter() - self._started_s
-        self.policy.learned(not result.covered or _diverged(fallback), completed, seconds)
+        share = 1.0 if result.covered else result.share_new
+        self.policy.learned(not result.covered or _diverged(fallback), completed, seconds, share)
         if len(self.graph.nodes) > MAX_NODES:
             self.policy.give_up(f"its graph has grown beyond {MAX_NODES} operations: it hardly ever repeats itself")
         if not result.covered:

@@ -1,0 +1,77 @@
+"""Programs with many paths, or with sizes without end, settle: the last fallback comes, and co-execution stays."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.coexec.harness import Outcome, Program, check
+from tests.coexec.programs import batch
+
+DEPTH = 8
+
+
+def last_fallback(out: Outcome) -> int:
+    """Returns the number of the last call that fell back, 0 if none did."""
+    return max((event.latest for event in out.compiled._runner.history.fallbacks), default=0)
+
+
+def downsampled(seed: int) -> Program:
+    """SDPoint in small: Python draws after which layer the rows shrink, and to how many."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(DEPTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    draw = random.Random(seed)
+
+    def step(x: torch.Tensor) -> float:
+        place, rows = draw.randrange(DEPTH + 1), draw.choice((2, 3))
+        optimizer.zero_grad()
+        for number, layer in enumerate(model):
+            x = F.relu(layer(x)) + x
+            if number == place:
+                x = F.adaptive_avg_pool2d(x[None], (rows, 4))[0]
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Program(step, lambda i: (batch(i, rows=6),), lambda: list(model.parameters()))
+
+
+def test_a_place_that_is_drawn_anew_in_each_step_is_seen_once_each() -> None:
+    """One new path per place, whatever else varies; none makes an op of the layers anew."""
+    out = check(lambda: downsampled(3), n=60, max_fallbacks=DEPTH + 1)
+    assert out.stats is not None
+    assert out.stats.traced + out.fallbacks <= DEPTH + 4
+    graph = out.compiled._runner.graph
+    assert sum(node.op == "aten::addmm" for node in graph.nodes) == DEPTH
+
+
+def test_sizes_without_end_of_an_op_that_nothing_tells_the_shape_of() -> None:
+    """`fft_rfft` chooses its strides itself: from the fourth size on Python waits at it instead of falling back."""
+
+    def make() -> Program:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(x.tanh()).abs().sum() + x.sum()
+
+        return Program(step, lambda i: (batch(i, rows=5 + i, width=6),))
+
+    out = check(make, n=30, max_fallbacks=4)
+    assert last_fallback(out) <= 8
+    waits = out.compiled._runner.wait_counts()
+    assert waits["sync"] >= 20
+
+
+def test_shapes_that_come_to_an_end_stay_known() -> None:
+    """Two sizes of such an op in turns are learned, and nothing waits."""
+
+    def make() -> Program:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(x.tanh()).abs().sum()
+
+        return Program(step, lambda i: (batch(i, rows=5 + i % 2, width=6),))
+
+    out = check(make, n=20, max_fallbacks=1)
+    assert out.compiled._runner.wait_counts().get("sync", 0) == 0
