@@ -25,6 +25,7 @@ from benchmarks.contest.contenders import (
 )
 from benchmarks.contest.converting import WAYS
 from benchmarks.inference_summary import geomean
+from benchmarks.markdown import table
 from benchmarks.programs import catalog
 
 NOTHING = "-"
@@ -106,12 +107,6 @@ def limited(plan: dict[str, Any]) -> str:
         f" All of it had {budget_s / 60:.0f} minutes: contenders without time left are listed at the end, there may be "
         "fewer rounds, and coexec may not have compiled everything."
     )
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
 
 
 def measured(result: dict[str, Any]) -> dict[str, Any]:
