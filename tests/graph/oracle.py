@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from coexec.graph.merge import LOOKAHEAD
 from coexec.graph.tracegraph import END, START, Producer, node_key
 from coexec.records import EXTERNAL, OpRecord, Trace
 
@@ -42,15 +44,19 @@ class NaiveGraph:
     def child(self, at: int, key: object) -> int | None:
         return next((child for child in self.nodes[at].children if self.nodes[child].key == key), None)
 
-    def goes_on(self, pointer: int, candidate: int, following: OpRecord | None) -> bool:
-        """Whether the next op need not become a new node only because the trace merges back with `candidate`."""
-        if following is None or self.child(candidate, node_key(following)) is not None:
-            return True
-        same = [k for k, node in enumerate(self.nodes) if node.key == node_key(following) and not following.folded]
-        ahead = [k for k in same if not self.reaches(k, pointer)]
-        return not ahead or not all(self.reaches(k, candidate) for k in ahead)
+    def goes_on(self, pointer: int, candidate: int, following: Sequence[OpRecord]) -> bool:
+        """Whether no later op need become a new node only because the trace merges back with `candidate`."""
+        at = candidate
+        for op in following[:LOOKAHEAD]:
+            if (child := self.child(at, node_key(op))) is not None:
+                at = child
+                continue
+            same = [k for k, node in enumerate(self.nodes) if node.key == node_key(op) and not op.folded]
+            ahead = [k for k in same if not self.reaches(k, pointer)]
+            return not ahead or not all(self.reaches(k, at) for k in ahead)
+        return True
 
-    def find(self, pointer: int, op: OpRecord, following: OpRecord | None) -> int:
+    def find(self, pointer: int, op: OpRecord, following: Sequence[OpRecord]) -> int:
         key = node_key(op)
         if (child := self.child(pointer, key)) is not None:
             return child
@@ -65,8 +71,8 @@ class NaiveGraph:
     def merge(self, trace: Trace) -> list[int]:
         path: list[int] = []
         pointer = START
-        for op, following in zip(trace.ops, (*trace.ops[1:], None), strict=False):
-            at = self.find(pointer, op, following)
+        for index, op in enumerate(trace.ops):
+            at = self.find(pointer, op, trace.ops[index + 1 :])
             self.step(pointer, at, op.folded)
             node = self.nodes[at]
             for position, ref in enumerate(op.inputs):

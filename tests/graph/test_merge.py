@@ -246,16 +246,17 @@ def test_a_prefix_may_pass_a_folded_node_again() -> None:
 
 
 def test_an_op_at_another_place_of_each_trace_makes_no_other_op_anew() -> None:
-    """Stochastic downsampling: one op after a block that is drawn. The blocks stay what they are."""
-    blocks, drawn = list(range(10, 70, 10)), 5
-    graph = TraceGraph()
-    for place in (3, 1, 5, 2, 4):
-        result = merge(graph, chain(*blocks[:place], drawn, *blocks[place:]))
-        assert place == 3 or [index for _, index in result.new_nodes] == [place]
-        check_graph(graph)
-    assert len(graph.nodes) - 2 == len(blocks) + 5
-    for place in (1, 2, 3, 4, 5):
-        assert merge(graph, chain(*blocks[:place], drawn, *blocks[place:])).covered
+    """Stochastic downsampling: ops after a block that is drawn. The blocks stay what they are."""
+    blocks = list(range(10, 70, 10))
+    for drawn in ([5], [5, 6, 7]):
+        graph = TraceGraph()
+        for place in (3, 1, 5, 2, 4):
+            result = merge(graph, chain(*blocks[:place], *drawn, *blocks[place:]))
+            assert place == 3 or [index - place for _, index in result.new_nodes] == [*range(len(drawn))]
+            check_graph(graph)
+        assert len(graph.nodes) - 2 == len(blocks) + 5 * len(drawn)
+        for place in (1, 2, 3, 4, 5):
+            assert merge(graph, chain(*blocks[:place], *drawn, *blocks[place:])).covered
 
 
 def test_reordered_ops_make_a_second_node_and_no_cycle() -> None:

@@ -3,8 +3,8 @@
 A pointer stands on the latest matched node. The next op is looked for among its children, then among all nodes with an
 equal key that can follow without a cycle (the branch merges back), and becomes a new node otherwise. When two traces
 run the same ops in different order, one key has two nodes; children first keeps later traces on the right one. A branch
-that would have to leave the graph again at once does not merge back: an op that comes now here, now there (stochastic
-downsampling) is a node at each place, where one node for all would make new nodes of all ops between two places.
+that would soon have to go back does not merge: ops that come now here, now there (stochastic downsampling) are nodes at
+each place, where one node for all would make new nodes of all ops between two places.
 
 A folded op, of a loop whose trip count varies, has one node: where it cannot follow without a cycle, it begins another
 pass, and the edge to it is a back edge.
@@ -19,6 +19,9 @@ from coexec.graph.order import closes_cycle, link, link_back, next_place
 from coexec.graph.select import RememberedPaths, passed_last
 from coexec.graph.tracegraph import END, EXTERNAL_VALUE, START, Edge, Node, NodeKey, Producer, TraceGraph, node_key
 from coexec.records import EXTERNAL, OpRecord, Trace, ValueRef
+
+LOOKAHEAD = 64
+"""Ops of the trace that are looked at before it merges back: a stretch that is drawn is seldom longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +141,22 @@ class _Merger:
         return None
 
     def _goes_on(self, node: Node, index: int) -> bool:
-        """False if the next op of the trace is known behind the pointer, and lies before `node` wherever it is."""
-        if index >= len(self.trace.ops) or self.trace.ops[index].node >= 0:
-            return True
-        key = node_key(self.trace.ops[index])
-        if self._child(node, key) is not None:
-            return True
+        """False if the trace, after a few ops that follow `node`, goes on with one that lies before them in the graph.
+
+        With new nodes for these few, it could go on with that op.
+        """
+        for op in self.trace.ops[index : index + LOOKAHEAD]:
+            if op.node >= 0:
+                return True
+            key = node_key(op)
+            child = self._child(node, key)
+            if child is None:
+                return self._can_follow(node, key)
+            node = child
+        return True
+
+    def _can_follow(self, node: Node, key: NodeKey) -> bool:
+        """False if all nodes with the key that can come after the pointer come before `node`."""
         graph, at = self.graph, self.pointer.id
         known = [k for k in graph.by_key.get(key, ()) if not graph.nodes[k].folded]
         ahead = [k for k in known if not closes_cycle(graph, at, k, self.behind)]
