@@ -25,6 +25,7 @@ from benchmarks.contest.contenders import (
 )
 from benchmarks.contest.converting import WAYS
 from benchmarks.inference_summary import geomean
+from benchmarks.markdown import table
 
 NOTHING = "-"
 
@@ -61,12 +62,6 @@ def environment(result: dict[str, Any]) -> str:
         f"{machine['load_average'][0]}. {plan['warm_steps']} steps of warm-up, then {plan['rounds']} rounds by turns "
         f"of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn.{sized}"
     )
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
 
 
 def measured(result: dict[str, Any]) -> dict[str, Any]:

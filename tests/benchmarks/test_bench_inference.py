@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import bench_inference as bench
+from benchmarks.inference_page import sections
 from coexec.subgraphs.entries import Outcome
 from coexec.subgraphs.location import FOLDER, private_location
 from coexec.subgraphs.store import Store
@@ -118,3 +119,23 @@ def test_a_model_without_its_package_is_skipped(options: argparse.Namespace, mon
     monkeypatch.setattr(bench, "Child", Lacking)
     reason = {"skipped": "needs transformers: pip install transformers"}
     assert bench.serve_one("bert", options) == {1: reason, 2: reason}
+
+
+def test_the_page_has_every_case_and_bolds_the_fastest_backend(options: argparse.Namespace) -> None:
+    cases = {
+        "a 1": case("a", 4.0),
+        "b 1": case("b", 9.0, correct=False),
+        "c 1": {"model": "c", "batch": 1, "contenders": {}, "problems": {"eager": "it raised"}},
+        "e 1": {"model": "e", "batch": 1, "skipped": "needs a package"},
+    }
+    summary = bench.summary(cases, options)
+    summary["models_by_backend"] = {"a 1": {"eager": 1.0, "tvm": 4.1, "onnxruntime": None, "best per graph": 4.1}}
+    machine = dict.fromkeys(("processor", "cores", "capability", "torch", "python", "torch_threads"), "?")
+    page = "\n".join(sections({"machine": machine, "batches": [1], "serve": cases, "summary": summary}))
+    assert "| a | 1 | 1.00 | 1.00x | 4.00x (3.60 to 4.08) | tvm 1 | yes |" in page
+    assert "| b | 1 | 1.00 | 1.00x | 9.00x (8.10 to 9.18) | tvm 1 | **no** |" in page
+    assert "| c | 1 | - | - | failed | - | - |" in page
+    assert "| a 1 | - | **4.10x** | 4.10x |" in page
+    assert "- Wrong results: b 1." in page
+    assert "- Skipped e: needs a package" in page
+    assert "- Failed c 1: it raised" in page
