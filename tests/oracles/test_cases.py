@@ -17,7 +17,7 @@ WITHOUT_COMPILED_SEGMENTS: dict[str, str] = {
 
 PERHAPS_COMPILED: dict[str, str] = {
     "15_class_attribute_schedule": "a new path until call 8, and then too few ops between its branches",
-    "29_param_storage_swapped": "until call 10 its weights are swapped, and at last tied: one artifact is for separate ones",
+    "29_param_storage_swapped": "its weights are swapped until call 10, and at last tied",
     "39_every_batch_another_shape": "21 sets of shapes",
     "43_annealed_floats_and_strings": "a new path until call 9",
     "45_lbfgs_closure": "thousands of ops on ever new paths",
