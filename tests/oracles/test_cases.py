@@ -15,6 +15,20 @@ WITHOUT_COMPILED_SEGMENTS: dict[str, str] = {
 }
 """Cases that never run compiled code, and why."""
 
+PERHAPS_COMPILED: dict[str, str] = {
+    "15_class_attribute_schedule": "a new path until call 8, and then too few ops between its branches",
+    "29_param_storage_swapped": "its weights are swapped until call 10, and at last tied",
+    "39_every_batch_another_shape": "21 sets of shapes",
+    "43_annealed_floats_and_strings": "a new path until call 9",
+    "45_lbfgs_closure": "thousands of ops on ever new paths",
+    "61_packed_lstm": "new lengths on ever new paths",
+    "63_adaptive_early_exit": "loops of ever new lengths",
+    "73_nested_jagged": "17 sets of shapes",
+    "87_folded_batchnorm_goes_stale": "a number varies from call 11 on: compiled anew",
+    "91_layout_and_dtype_change": "four layouts, two dtypes, and a new path at call 7",
+}
+"""Cases whose code may still be compiling when the last call is over, and why so late."""
+
 UNSTABLE_PATHS: dict[str, str] = {}
 """Cases that need not end in co-execution with few fallbacks, and why."""
 
@@ -51,6 +65,8 @@ def test_compiled_is_close_and_was_compiled(case: Path, late: bool) -> None:
     result = run_case(case, "default", late)
     assert not result.failure, result.failure
     assert result.differences == {}
+    if case.stem in PERHAPS_COMPILED:
+        return
     ran = result.report["compiled_runs_after_wait"] > 0
     assert ran != (case.stem in WITHOUT_COMPILED_SEGMENTS), result.report["explain"]
 
