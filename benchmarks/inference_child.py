@@ -10,12 +10,14 @@ import copy
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.correctness import excess_of, noisy_runs
 from benchmarks.models import catalog
 from benchmarks.models.build import Missing
 from examples.demo.child import resident_bytes, serve
@@ -67,15 +69,26 @@ class Worker:
         return {"first_s": first_s, "rss_bytes": resident_bytes(), **self._account()}
 
     def do_check(self, batch: int) -> dict[str, Any]:
-        """Compares with eager and with float64 on several inputs; `excess` above 1 is wrong (see `excess_of`)."""
+        """Compares with eager and with float64 on several inputs; `excess` above 1 is wrong (see correctness.py).
+
+        `excess_of_one_run`: the same with one run of eager as the only measure.
+        """
         reference = copy.deepcopy(self.model.module).double()
-        worst = 0.0
+        worst = worst_of_one = 0.0
         for seed in CHECK_SEEDS:
             inputs = self.model.inputs(batch, seed)
             exact = reference(*(value.double() if value.is_floating_point() else value for value in inputs))
-            answers = (self.run(*inputs), self.model.module(*inputs), exact)
-            worst = max(worst, excess_of(*(catalog.outputs_of(answer) for answer in answers)))
-        return {"excess": worst, "correct": worst <= 1.0}
+            answers = [catalog.outputs_of(x) for x in (self.run(*inputs), self.model.module(*inputs), exact)]
+            excess = excess_of(*answers)
+            worst_of_one = max(worst_of_one, excess)
+            if 1.0 < excess < float("inf"):
+                noisy = noisy_runs(partial(self._eager_answer, inputs))
+                excess = excess_of(*answers, noisy=noisy)
+            worst = max(worst, excess)
+        return {"excess": worst, "excess_of_one_run": worst_of_one, "correct": worst <= 1.0}
+
+    def _eager_answer(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        return catalog.outputs_of(self.model.module(*inputs))
 
     def do_block(self, lead_in: int, steps: int, one_by_one: bool) -> dict[str, Any]:
         """Runs one turn; see `paired.Contender`."""
@@ -148,30 +161,6 @@ class graphs_stored:  # noqa: N801 - used as a statement
         from coexec import choose
 
         choose.remember = self.original
-
-
-def excess_of(given: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> float:
-    """How far `given` is from float64, in units of what is allowed: max(2 x eager's distance, 16 eps x magnitude).
-
-    Infinite for other shapes, dtypes, numbers of outputs, or values that are not finite where eager's are.
-    """
-    if [(x.shape, x.dtype) for x in given] != [(x.shape, x.dtype) for x in eager]:
-        return float("inf")
-    return max((_excess(*triple) for triple in zip(given, eager, exact, strict=True)), default=0.0)
-
-
-def _excess(given: Tensor, eager: Tensor, exact: Tensor) -> float:
-    if not given.is_floating_point():
-        return 0.0 if torch.equal(given, eager) else float("inf")
-    if given.numel() == 0:
-        return 0.0
-    exact = exact.double()
-    distance, of_eager = (float((x.double() - exact).abs().max()) for x in (given, eager))
-    allowed = max(2 * of_eager, 16 * torch.finfo(given.dtype).eps * float(exact.abs().max()))
-    if allowed == 0.0:
-        return 0.0 if distance == 0.0 else float("inf")
-    excess = distance / allowed
-    return excess if excess == excess else float("inf")
 
 
 if __name__ == "__main__":

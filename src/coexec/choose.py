@@ -7,6 +7,7 @@ damaged or wrong one, a store that does not answer) ends in eager: counted in `c
 from __future__ import annotations
 
 import logging
+import operator
 import tempfile
 import threading
 from collections import Counter, deque
@@ -19,7 +20,7 @@ import torch
 
 from coexec.backends.cache import ArtifactCache
 from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import CandidateError, Runner, captures_constants
+from coexec.backends.candidates.candidate import CandidateError, Runner, binds_static, captures_constants
 from coexec.backends.candidates.program import Program, ProgramError
 from coexec.config import private_cache_dir
 from coexec.errors import CoexecError
@@ -66,13 +67,17 @@ class NotInstalledError(CoexecError):
         self.reason = reason
 
 
+_pointer_of = torch.Tensor.data_ptr
+_version_of = operator.attrgetter("_version")
+
+
 @dataclass(slots=True)
 class Installed:
     """A candidate that serves one graph."""
 
     backend: str
     run: Runner
-    static_inputs: tuple[int, ...]
+    static_inputs: tuple[int, ...]  # those that it keeps
     values_matter: bool  # the artifact holds values of static inputs: a write to one of them makes it stale
     identity: tuple[Any, ...] = field(default=())
 
@@ -89,9 +94,8 @@ class Installed:
 
     def _identity(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         static = [inputs[position] for position in self.static_inputs]
-        pointers = [tensor.data_ptr() for tensor in static]  # of its memory: `.data = other` keeps the object
-        versions = [tensor._version for tensor in static] if self.values_matter else []
-        return (pointers, versions)
+        pointers = tuple(map(_pointer_of, static))  # of its memory: `.data = other` keeps the object
+        return (pointers, tuple(map(_version_of, static))) if self.values_matter else pointers
 
 
 # What happened --------------------------------------------------------------------------------------------------------
@@ -160,7 +164,9 @@ def environment_here(graph: Graph) -> Environment:
 def install(store: Store, graph: Graph, decision: Decision, inputs: Sequence[Any]) -> Installed:
     """Load the decision's artifact and check it on `inputs`; nothing is compiled. Errors: NotInstalledError."""
     run = _loaded(store, decision, graph.program(inputs))
-    installed = Installed(decision.backend, run, graph.static_inputs, values_matter=_holds_values(decision))
+    candidate = registry.get(decision.backend)
+    kept = graph.static_inputs if binds_static(candidate) else ()
+    installed = Installed(decision.backend, run, kept, values_matter=captures_constants(candidate))
     try:
         check_at(graph, installed, inputs)
     except NotInstalledError as error:
@@ -220,8 +226,3 @@ def _loaded(store: Store, decision: Decision, program: Program) -> Runner:
         raise NotInstalledError("refused", f"{decision.backend}: {error.reason}") from error
     except Exception as error:
         raise NotInstalledError("load error", f"{decision.backend}: {error!r:.300}") from error
-
-
-def _holds_values(decision: Decision) -> bool:
-    candidate = registry.get(decision.backend)
-    return captures_constants(candidate)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.inference_child import excess_of
+from benchmarks.correctness import excess_of, noisy_runs
 from benchmarks.inference_summary import (
     GraphTimes,
     backend_speedup,
@@ -90,3 +90,24 @@ def test_integers_are_exact() -> None:
     numbers = torch.arange(3)
     assert excess_of([numbers], [numbers], [numbers]) == 0.0
     assert excess_of([numbers + 1], [numbers], [numbers]) == float("inf")
+
+
+def test_an_eager_run_that_was_lucky_is_not_the_measure() -> None:
+    x = torch.linspace(0.1, 1.0, 64)
+    view = x[:32]
+    seen = []
+
+    def run() -> list[torch.Tensor]:
+        y = x.exp()
+        y.add_(1.0)  # writes what a later op reads: it must stay the same memory
+        seen.append(x[:32].data_ptr() == view.data_ptr())
+        return [y.log().cumsum(0)]
+
+    noisy, exact = noisy_runs(run, 8), [(x.double().exp() + 1).log().cumsum(0)]
+    assert all(seen)
+    assert not torch.equal(noisy[0][0], noisy[1][0])
+    lucky = [exact[0].float()]
+    off = [exact[0].float() * (1 + 30 * torch.finfo(torch.float32).eps)]
+    assert excess_of(off, lucky, exact) > 1.0
+    assert excess_of(off, lucky, exact, [[off[0]]]) < 1.0
+    assert excess_of(off, lucky, exact, noisy) <= excess_of(off, lucky, exact)

@@ -15,10 +15,12 @@ import torch
 from torch._inductor import config
 
 from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import CandidateError
+from coexec.backends.candidates.candidate import CandidateError, binds_static
 from coexec.backends.candidates.core import draws_random, split
+from coexec.backends.candidates.inductor import handles
 from coexec.backends.candidates.inductor.compiled import compiling
-from tests.candidates.checks import built
+from coexec.backends.candidates.inductor.handles import TIMED_CALLS, Library
+from tests.candidates.checks import assert_same_as_eager, built
 from tests.candidates.samples import handmade, program
 
 SETTINGS = ("freezing", "cpp_wrapper", "max_autotune", "joint_custom_post_pass", "fallback_random", "fx_graph_cache")
@@ -95,3 +97,39 @@ def test_other_python_threads_run_during_a_call(name: str, tmp_path: Path) -> No
     gap = max(b - a for a, b in itertools.pairwise(inside))
     assert len(inside) > 4
     assert gap < 0.7 * (ended - began), f"another thread stood still for {gap:.3f} s of {ended - began:.3f} s"
+
+
+@pytest.mark.compile
+def test_a_call_that_is_short_is_made_without_handles_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letting go of the GIL costs more than a small graph computes."""
+    small = handmade(lambda x, y: (torch.sin(x) + y, x.cos()), (torch.randn(8), torch.randn(8)))
+    run = built(registry.get("aotinductor"), small, tmp_path, threads=1)
+    calls = [run(*small.inputs) for _ in range(TIMED_CALLS + 3)]
+    for x, y in calls:
+        torch.testing.assert_close(x, torch.sin(small.inputs[0]) + small.inputs[1])
+        torch.testing.assert_close(y, small.inputs[0].cos())
+    assert len({x.data_ptr() for x, _ in calls}) == len(calls), "a later call must leave results alone"
+    library = Library(next(tmp_path.glob("*.so")), 2)
+    for _ in range(TIMED_CALLS):
+        library.run(list(small.inputs))
+    assert "AOTIModelContainerRunner" in repr(library._current)
+    monkeypatch.setattr(handles, "QUICK_S", 0.0)
+    library = Library(next(tmp_path.glob("*.so")), 2)
+    for _ in range(TIMED_CALLS):
+        library.run(list(small.inputs))
+    assert library._current == library._without_gil
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["inductor", "inductor-cpp-wrapper", "aotinductor"])
+def test_what_keeps_no_weights_takes_those_of_each_call(name: str, stored: Callable[..., Any]) -> None:
+    """So nobody has to watch them."""
+    assert not binds_static(registry.get(name))
+    artifact = stored(name)
+    own = artifact.program
+    run = artifact.load(own)
+    assert own.static_inputs
+    other = [v + 0.5 if i in own.static_inputs else v for i, v in enumerate(own.inputs)]
+    assert_same_as_eager(run, own.with_inputs(other))

@@ -59,3 +59,14 @@ def test_a_dtype_without_an_onnx_type_is_refused_with_the_reason(tmp_path: Path)
     complex_graph = handmade(lambda x: (x * x,), (torch.randn(4, dtype=torch.complex64),))
     with pytest.raises(CandidateError, match=r"complex64|onnx"):
         built(registry.get("onnxruntime"), complex_graph, tmp_path)
+
+
+def test_sums_into_repeated_rows_on_several_threads_are_refused(tmp_path: Path) -> None:
+    """Its threads add to one element at once: a call in ten loses updates, which no check of a few calls finds."""
+    rows, values = torch.randint(0, 50, (4000,)), torch.randn(4000, 16)
+    graph = handmade(lambda x, i, v: (x.index_add(0, i, v),), (torch.zeros(50, 16), rows, values))
+    with pytest.raises(CandidateError, match=r"ScatterND with reduction='add' loses updates on 2 threads"):
+        built(registry.get("onnxruntime"), graph, tmp_path, threads=2)
+    run = built(registry.get("onnxruntime"), graph, tmp_path, threads=1)
+    for _ in range(40):
+        assert_same_as_eager(run, graph)

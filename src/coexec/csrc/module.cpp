@@ -1,7 +1,7 @@
 // Python bindings of the native core.
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include "step.h"
 
 namespace py = pybind11;

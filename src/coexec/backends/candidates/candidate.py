@@ -83,3 +83,11 @@ def captures_constants(candidate: Candidate) -> bool:
     them as well.
     """
     return bool(getattr(candidate, "captures_constants", candidate.bakes_constants))
+
+
+def binds_static(candidate: Candidate) -> bool:
+    """Whether a loaded callable keeps the static inputs it was loaded with. The others take them anew at each call.
+
+    A candidate says so by an attribute of this name (default: it does).
+    """
+    return bool(getattr(candidate, "binds_static", True))

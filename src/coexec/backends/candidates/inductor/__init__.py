@@ -30,6 +30,11 @@ class Inductor:
     def bakes_constants(self) -> bool:
         return self.frozen
 
+    @property
+    def binds_static(self) -> bool:
+        """The others take weights like any input."""
+        return self.frozen
+
     def availability(self) -> Availability:
         return Availability(True, version=torch_version())
 

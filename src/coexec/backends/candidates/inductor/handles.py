@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,22 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
+QUICK_S = 200e-6
+"""A call that is shorter may hold the GIL: other Python threads wait for longer than that for each other."""
+
+TIMED_CALLS = 4
+
+
 class Library:
     """A model container in a shared library. Its stock Python bindings hold the GIL for the whole call; this does not.
 
+    Letting go of the GIL costs some 15 us of handles made in Python, which is more than a small graph takes. Where the
+    shortest of the first calls is below `QUICK_S` the stock bindings take over.
     A library that calls custom ops needs torch's proxy executor and cannot be run this way.
     """
 
     def __init__(self, path: Path, n_outputs: int) -> None:
+        self._path = path
         self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         self._n_outputs = n_outputs
         self._container = ctypes.c_void_p()
@@ -29,9 +40,29 @@ class Library:
         _check(create(ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", None), "create")
         self._run = self._library.AOTInductorModelContainerRun
         self._lock = threading.Lock()  # one model: the container would let a second caller wait while spinning
+        self._seconds: list[float] = []
+        self._current: Callable[[list[torch.Tensor]], list[torch.Tensor]] = self._timed
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """One call; inputs keep their owners, outputs are new tensors."""
+        return self._current(inputs)
+
+    def _timed(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        start_s = time.perf_counter()
+        results = self._without_gil(inputs)
+        self._seconds.append(time.perf_counter() - start_s)
+        if len(self._seconds) >= TIMED_CALLS:
+            quick = min(self._seconds) < QUICK_S
+            self._current = self._stock() if quick else self._without_gil
+        return results
+
+    def _stock(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        """A second container in place of the first one: another thread may be in a call of that, so it stays."""
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(self._path), 1)
+        run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = runner.run
+        return run
+
+    def _without_gil(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         n = len(inputs)
         capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs)
         given = (ctypes.c_void_p * n)(*(_pointer_of(capsule, None) for capsule in capsules))
