@@ -29,6 +29,9 @@ class Tiny(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.register_buffer("seen", torch.zeros(()))
+        # The gradient, for other threads: `weight.grad` itself is no place to look at while a backward pass runs, since
+        # PyTorch assigns it without the GIL, and crashes readers in plain eager too.
+        self.shown: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
@@ -47,6 +50,7 @@ def tiny_training() -> tuple[Tiny, Callable[[int], float]]:
         optimizer.zero_grad()
         loss = model(batch(i % 5))
         loss.backward()
+        model.shown = model.weight.grad
         optimizer.step()
         return loss.item()
 
@@ -74,12 +78,12 @@ READS: dict[str, Callable[[Tiny], Any]] = {
     "pickle": lambda m: pickle.loads(pickle.dumps(m)).weight.item(),
     "arithmetic": lambda m: (m.weight * 1).item(),
     "format": lambda m: float(f"{m.weight.item()!r}"),
-    "grad": lambda m: None if (g := m.weight.grad) is None else g.item(),
-    "grad tolist": lambda m: None if (g := m.weight.grad) is None else g.tolist(),
-    "grad numpy": lambda m: None if (g := m.weight.grad) is None else float(g.numpy()),
-    "grad clone": lambda m: None if (g := m.weight.grad) is None else g.clone().item(),
-    "grad repr": lambda m: None if (g := m.weight.grad) is None else float(repr(g)[7:-1]) * 0,
-    "grad deepcopy": lambda m: None if (g := m.weight.grad) is None else copy.deepcopy(g).item(),
+    "grad": lambda m: None if (g := m.shown) is None else g.item(),
+    "grad tolist": lambda m: None if (g := m.shown) is None else g.tolist(),
+    "grad numpy": lambda m: None if (g := m.shown) is None else float(g.numpy()),
+    "grad clone": lambda m: None if (g := m.shown) is None else g.clone().item(),
+    "grad repr": lambda m: None if (g := m.shown) is None else float(repr(g)[7:-1]) * 0,
+    "grad deepcopy": lambda m: None if (g := m.shown) is None else copy.deepcopy(g).item(),
 }
 
 

@@ -40,7 +40,7 @@ def step(i, x, y):
     optimizer.zero_grad()
     loss.backward()
     log.info("loss %s grad %s", loss.item(), model[0].bias.grad[:2])
-    spread = x[:1, 0].var()  # a kernel warns of degrees of freedom
+    spread = x[:1, 0].var()  # a kernel warns
     print("spread", spread.item())
     optimizer.step()
     sys.stderr.write(f"after {model[2].bias.detach().tolist()}\\n")
