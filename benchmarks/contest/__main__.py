@@ -123,9 +123,11 @@ def convert(name: str, budget: Budget = UNLIMITED) -> dict[str, dict[str, str]]:
         say(f"{name}: does it convert? {way}")
         try:
             with Child(name, way, module="benchmarks.contest.converting") as child:
+                child.timeout_s = min(child.timeout_s, max(1.0, budget.left_s(CONVERSIONS)))
                 verdicts[way] = child.ask("verdict")
         except ChildFailed as error:
-            verdicts[way] = {"verdict": "no", "why": error.words or str(error)}
+            late = budget.left_s(CONVERSIONS) == 0.0
+            verdicts[way] = {"verdict": "unknown" if late else "no", "why": error.words or str(error)}
     return verdicts
 
 

@@ -109,7 +109,8 @@ def warm_up(child: Child, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, A
     Raises:
         ChildFailed: also if the first steps take longer than the budget has.
     """
-    child.timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, budget.left_s(STARTS)))
+    if child.contender != EAGER:  # which everything is compared with
+        child.timeout_s = min(REQUEST_TIMEOUT_S, max(1.0, budget.left_s(STARTS)))
     result = child.ask("warm", steps=plan.warm_steps)
     child.timeout_s = REQUEST_TIMEOUT_S
     with tempfile.TemporaryDirectory() as folder:

@@ -66,7 +66,7 @@ def programs(result: dict[str, Any]) -> str:
 def outcome(entry: dict[str, Any]) -> Iterable[str]:
     """Yields a program's story in lines: conversions by verdict, the first complaint of each, coexec's graph."""
     found = entry.get("conversions", {})
-    for verdict in ("yes", "wrong", "no"):
+    for verdict in ("yes", "wrong", "no", "unknown"):
         if ways := [way for way, one in found.items() if one["verdict"] == verdict]:
             why = found[ways[0]]["why"]
             yield f"converts, {verdict}: {', '.join(ways)}" + (f"; {ways[0]}: `{why}`" if why else "")

@@ -53,7 +53,7 @@ class Child:
         module: str = "examples.demo.child",
         steps: int = SCHEDULE_STEPS,
     ) -> None:
-        self.name = name or variant
+        self.name, self.contender = name or variant, variant
         self.timeout_s = REQUEST_TIMEOUT_S  # of each request
         search = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
