@@ -124,11 +124,17 @@ def test_table_shows_what_coexec_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_variant_in_a_process_of_its_own_is_the_variant() -> None:
+    """Up to the order of sums: kernels choose it by how memory happens to be aligned in a process."""
     near, far = make_runner("digits", EAGER, steps=300), ChildRunner("digits", EAGER, steps=300)
-    assert [loss for loss, _ in far.run_steps(3)] == [loss for loss, _ in near.run_steps(3)]
-    assert [np.array_equal(a, b) for a, b in zip(far.parameters(), near.parameters(), strict=True)] == [True, True]
-    assert (far.stats(), far.explain(), far.wait_compiled(1.0)) == (None, "", True)
-    assert far.close() == 0
+    try:
+        assert [loss for loss, _ in far.run_steps(3)] == pytest.approx(
+            [loss for loss, _ in near.run_steps(3)], rel=1e-5
+        )
+        for mine, theirs in zip(far.parameters(), near.parameters(), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
+        assert (far.stats(), far.explain(), far.wait_compiled(1.0)) == (None, "", True)
+    finally:
+        assert far.close() == 0
 
 
 def test_a_program_that_cannot_be_built_is_a_lane_that_says_why() -> None:
