@@ -115,6 +115,10 @@ def test_a_call_that_is_short_is_made_without_handles_from_python(
     for _ in range(TIMED_CALLS):
         library.run(list(small.inputs))
     assert "AOTIModelContainerRunner" in repr(library._current)
+    dynamic = Library(next(tmp_path.glob("*.so")), 2, dynamic=True)
+    for _ in range(TIMED_CALLS):
+        dynamic.run(list(small.inputs))
+    assert dynamic._current == dynamic._without_gil, "other sizes may take long"
     monkeypatch.setattr(handles, "QUICK_S", 0.0)
     library = Library(next(tmp_path.glob("*.so")), 2)
     for _ in range(TIMED_CALLS):

@@ -37,7 +37,7 @@ def build(
 def load(name: str, program: Program, folder: Path, *, frozen: bool) -> Runner:
     """The library behind the program's signature."""
     core = _core(name, program, frozen)
-    return framed(name, core, Library(folder / FILE, len(core.outputs)).run)
+    return framed(name, core, Library(folder / FILE, len(core.outputs), dynamic=core.dynamic).run)
 
 
 def _core(name: str, program: Program, frozen: bool) -> Core:

@@ -26,12 +26,13 @@ TIMED_CALLS = 4
 class Library:
     """A model container in a shared library. Its stock Python bindings hold the GIL for the whole call; this does not.
 
-    Letting go of the GIL costs some 15 us of handles made in Python, which is more than a small graph takes. Where the
-    shortest of the first calls is below `QUICK_S` the stock bindings take over.
+    Letting go of the GIL costs some 15 us of handles made in Python, which is more than a small graph takes. Where sizes
+    are fixed and the shortest of the first calls is below `QUICK_S` the stock bindings take over, with a container of
+    their own (a call that short reads a few megabytes of weights at most).
     A library that calls custom ops needs torch's proxy executor and cannot be run this way.
     """
 
-    def __init__(self, path: Path, n_outputs: int) -> None:
+    def __init__(self, path: Path, n_outputs: int, *, dynamic: bool = False) -> None:
         self._path = path
         self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
         self._n_outputs = n_outputs
@@ -41,7 +42,10 @@ class Library:
         self._run = self._library.AOTInductorModelContainerRun
         self._lock = threading.Lock()  # one model: the container would let a second caller wait while spinning
         self._seconds: list[float] = []
-        self._current: Callable[[list[torch.Tensor]], list[torch.Tensor]] = self._timed
+        # A call with other sizes may take long: a dynamic library lets go of the GIL in every call.
+        self._current: Callable[[list[torch.Tensor]], list[torch.Tensor]] = (
+            self._without_gil if dynamic else self._timed
+        )
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """One call; inputs keep their owners, outputs are new tensors."""
@@ -57,7 +61,7 @@ class Library:
         return results
 
     def _stock(self) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """A second container in place of the first one: another thread may be in a call of that, so it stays."""
+        """The first container stays: another thread may be in a call of it."""
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(self._path), 1)
         run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = runner.run
         return run
