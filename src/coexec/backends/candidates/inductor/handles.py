@@ -26,9 +26,9 @@ TIMED_CALLS = 4
 class Library:
     """A model container in a shared library. Its stock Python bindings hold the GIL for the whole call; this does not.
 
-    Letting go of the GIL costs some 15 us of handles made in Python, which is more than a small graph takes. Where sizes
-    are fixed and the shortest of the first calls is below `QUICK_S` the stock bindings take over, with a container of
-    their own (a call that short reads a few megabytes of weights at most).
+    Letting go of the GIL costs some 15 us of handles made in Python, which is more than a small graph takes. Where
+    sizes are fixed and the shortest of the first calls is below `QUICK_S` the stock bindings take over, with a
+    container of their own (a call that short reads a few megabytes of weights at most).
     A library that calls custom ops needs torch's proxy executor and cannot be run this way.
     """
 
