@@ -591,3 +591,30 @@ def test_a_number_that_changes_after_the_artifact_was_adopted(kind: str) -> None
     pair.settle()
     late.append(True)
     pair.run(16)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda a, b, i: torch._foreach_mul([a + 1, b * 2], [i, i + 1]),
+        lambda a, b, i: [torch.where(torch.eq(a > 0, bool(i % 2)), a, b), b.sin()],
+    ],
+    ids=["list of integers", "bool"],
+)
+def test_a_varying_number_that_is_no_input_is_checked_at_each_run(step: Any) -> None:
+    """Artifacts have it as a constant: another value must discard the run, not give the old value's result."""
+
+    def make() -> Program:
+        def whole(a: torch.Tensor, b: torch.Tensor, i: int) -> Any:
+            x, y = step(a, b, i)
+            z = (x.sin() + y.cos()) * 0.5 + x
+            return (z.tanh() + y).exp().sigmoid()
+
+        return Program(whole, lambda i: (batch(i), batch(i + 50), 1 + min(i, 12) if i < 24 else i), lambda: None)
+
+    pair = Pair(make)
+    pair.run(16)
+    assert pair.step.wait_compiled(300)
+    pair.run(24)
+    native = pair.step._runner._native.stats()
+    assert native["compiled_runs"] + native["discarded_runs"] > 0

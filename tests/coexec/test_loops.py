@@ -472,3 +472,21 @@ def test_a_step_that_folds_keeps_its_counters_and_says_where_the_loop_is() -> No
     assert stats.iterations == 30
     assert stats.fetches >= sum(expected[-stats.co_executed :])
     assert "1 loops" in compiled.explain()
+
+
+@pytest.mark.slow
+def test_a_call_with_more_ops_than_the_log_holds_ends_as_in_eager() -> None:
+    """A folded loop is a small graph, however long its calls are."""
+
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        for _ in range(n):
+            x = x + 1.0
+        return x
+
+    compiled = exact(step)
+    for n in (5, 7, 9, 11, 6, 8, 12, 10):
+        assert torch.equal(compiled(torch.zeros(2), n), torch.full((2,), float(n)))
+    assert compiled.stats().loops == 1
+    assert compiled(torch.zeros(2), 1_100_000)[0] == 1_100_000.0
+    assert compiled.stats().fallbacks["too long"] == 1
+    assert compiled.stats().phase == "eager"

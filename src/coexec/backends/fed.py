@@ -55,6 +55,12 @@ def takes_fed(name: str, argument: int) -> bool:
     return base in FORMULAS or base in CREATORS
 
 
+@functools.cache
+def takes_integers(name: str, argument: int) -> bool:
+    """Whether argument number `argument` of op `name` is an integer or a list of them by its schema: a size, mostly."""
+    return resolve(name).parameters[argument].kind == "int"
+
+
 def call_fed(name: str, overload: Overload, named: Named, number: Number) -> Any:
     """Run an op of which some numbers are fed.
 

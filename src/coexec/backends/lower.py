@@ -36,9 +36,6 @@ from coexec.backends.spec import (
 )
 from coexec.backends.symbolic import SymbolicSpec
 
-LOWERING_VERSION = 2
-"""Part of every key: raise it when the same segment lowers to other code."""
-
 aten = torch.ops.aten
 
 REFUSED = {

@@ -22,6 +22,8 @@ c10::StorageImpl* storage_of(const at::Tensor& t) {
 void Step::handle(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   uint64_t location = op_location();
   close_barrier();
+  if (phase == Phase::Coexec && it_->full())
+    fall_back("too long", op_info(op)->name, location);
   if (phase == Phase::Coexec && follow(op, ks, stack, location))
     return;
   const OpInfo* info = op_info(op);

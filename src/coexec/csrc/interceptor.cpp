@@ -21,7 +21,16 @@ at::Tensor real_value(const at::Tensor& t) {
   Geometry g{impl->dtype().toScalarType(), impl->storage_offset(), {}, {}, lazy_bits_of(*impl)};
   g.sizes.assign(impl->sizes().begin(), impl->sizes().end());
   g.strides.assign(impl->strides().begin(), impl->strides().end());
-  return tensor_over(u.iteration->memory(u.sid), g);
+  c10::Storage memory;
+  {
+    // The step's own thread may have made it ordinary while this one waited; then the graph's thread frees its memory.
+    std::lock_guard<SpinLock> l(records_lock());
+    if (const auto* r = record_of(impl->unsafe_storage().unsafeGetStorageImpl()))
+      memory = r->iteration->memory(r->sid);
+    else
+      return t;
+  }
+  return tensor_over(memory, g);
 }
 
 namespace {

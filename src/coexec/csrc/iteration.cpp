@@ -10,7 +10,7 @@
 
 namespace coexec {
 namespace {
-constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration
+constexpr size_t kMaxChunks = 1 << 12; // 1 million ops in one iteration: see full()
 constexpr size_t kMaxValueChunks = 1 << 14; // 8 million values
 constexpr int64_t kPublishBatch = 8;
 constexpr int64_t kWakeBatch = 64; // ops the GraphRunner may lag before it is woken: a wake-up costs as much as 5 ops
@@ -82,6 +82,12 @@ void Iteration::make_room(int32_t sids) {
         values_.size() < kMaxValueChunks, "coexec: more than ", kMaxValueChunks << kValueBits, " values in one step");
     values_.push_back(std::make_unique<Values>());
   }
+}
+
+bool Iteration::full() const {
+  constexpr int64_t kReserve = 1 << 16; // more than one op adds
+  return size() + kReserve > static_cast<int64_t>(kMaxChunks << kBits) ||
+      sids_.load(std::memory_order_relaxed) + kReserve > static_cast<int64_t>(kMaxValueChunks << kValueBits);
 }
 
 int32_t Iteration::new_sids(int32_t n) {

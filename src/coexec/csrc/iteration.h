@@ -89,6 +89,8 @@ class Iteration {
   const c10::Storage& memory(int32_t sid) const {
     return values_[sid >> kValueBits]->memory[sid & kValueMask];
   }
+  // Hardly any room is left for more ops or values: the iteration has to be gone on with by plain tracing.
+  bool full() const;
   // The first of `n` consecutive numbers for the memory of an op that was passed before. The PythonRunner.
   int32_t new_sids(int32_t n);
   void track(StorageRecord* r);

@@ -142,7 +142,7 @@ class Step {
     int64_t index; // in the log
     Node* node;
     int16_t arg;
-    const c10::StorageImpl* storage; // identity; its entry keeps it alive
+    const c10::StorageImpl* storage; // identity; freed and used again it costs an argument a needless copy
   };
   std::shared_ptr<Iteration> fresh_iteration();
   uint64_t op_location();

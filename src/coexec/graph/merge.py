@@ -50,8 +50,8 @@ class MergeResult:
 
     @property
     def share_new(self) -> float:
-        """How much of the trace was new: ops that are new nodes or came over new edges, by all its ops."""
-        return (len(self.new_nodes) + len(self.new_edges)) / max(1, len(self.nodes))
+        """How much of the trace was new: ops that came over new edges, as all new nodes do, by all its ops."""
+        return len(self.new_edges) / max(1, len(self.nodes))
 
 
 def merge(graph: TraceGraph, trace: Trace) -> MergeResult:
@@ -146,8 +146,6 @@ class _Merger:
         With new nodes for these few, it could go on with that op.
         """
         for op in self.trace.ops[index : index + LOOKAHEAD]:
-            if op.node >= 0:
-                return True
             key = node_key(op)
             child = self._child(node, key)
             if child is None:

@@ -7,6 +7,7 @@ import traceback
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from coexec.errors import InternalError
 from coexec.intercept.kernel_warnings import line_of
 from coexec.runtime.history import user_line
 
@@ -56,7 +57,7 @@ def _stand_in(code: CodeType) -> FrameType:
         exec(fake, {})
     except NameError as raised:
         return [frame for frame, _ in traceback.walk_tb(raised.__traceback__)][-1]
-    raise AssertionError("the stand-in did not raise")
+    raise InternalError("the stand-in for a frame did not raise")
 
 
 def _followed_by(outer: TracebackType | None, inner: TracebackType | None) -> TracebackType | None:

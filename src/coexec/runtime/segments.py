@@ -144,11 +144,11 @@ class SegmentManager:
         planned_for = recurring(graph)
         self.plan = assign_cases(planned_for)
         cut = cut_segments(planned_for, self.plan, native.bytes_written)
-        known = {(s.nodes, s.planned.kind): s for s in self.segments if not s.native.stale}
+        known = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}
         make = _native_core().PlannedSegment
         self.segments = [
-            replace(known[planned.nodes, planned.kind], planned=planned)
-            if (planned.nodes, planned.kind) in known
+            replace(known[_sort_of(planned)], planned=planned)
+            if _sort_of(planned) in known
             else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), self._stays_on_replay(planned))
             for planned in cut.segments
         ]
@@ -534,6 +534,11 @@ class _Description:
         """Whether the iteration went through the whole segment, without a way round that is in no plan."""
         first = self._index.get(segment.nodes[0], len(self.path))
         return self.path[first : first + len(segment.nodes)] == segment.nodes
+
+
+def _sort_of(planned: Segment) -> tuple[tuple[int, ...], str, bool, bool]:
+    """What must be the same for a segment to keep what it has: a loop may have grown around its ops."""
+    return planned.nodes, planned.kind, planned.compile, planned.in_loop
 
 
 def _native_core() -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coexec.backends.aliasing import covering_inputs
-from coexec.backends.fed import NotLowerableError, takes_fed
+from coexec.backends.fed import NotLowerableError, takes_fed, takes_integers
 from coexec.backends.spec import (
     ITEM_BYTES,
     Arg,
@@ -382,7 +382,7 @@ def _arguments(builder: _Builder, position: int, op: DescribedOp, ids: list[int]
         elif kind == "wrapped":
             args.append(_wrapped(builder, position, index, fed, dtype, value))
         elif kind == "number" and fed:
-            args.append(_fed(builder, position, index, value, takes_fed(op.name, index)))
+            args.append(_fed(builder, position, index, value, op.name))
         elif isinstance(value, tuple) and value[:1] == ("device",):
             args.append(Const(value[1], "device"))
         else:
@@ -396,20 +396,15 @@ def _wrapped(builder: _Builder, position: int, index: int, fed: bool, dtype: str
     return FedWrapped(_number(builder, position, index, -1, value), dtype)
 
 
-def _fed(builder: _Builder, position: int, index: int, value: Any, can_be_input: bool) -> Arg:
+def _fed(builder: _Builder, position: int, index: int, value: Any, op: str) -> Arg:
     """A number that varies. Where the artifact cannot take it as an input, it is made for this value and checked for
-    it. Integers that decide sizes do not reach the artifact: another value is another variant."""
-    decides_no_size = isinstance(value, float | complex) or (isinstance(value, tuple) and float in map(type, value))
-    if decides_no_size and not can_be_input:
-        builder.number_checks.append((position, index))
-        return Const(value)
-    if isinstance(value, tuple):
-        if not value or not all(isinstance(item, float) for item in value):
-            return Const(value)
-        return ListArg(tuple(FedNumber(_number(builder, position, index, k, item)) for k, item in enumerate(value)))
-    if isinstance(value, float | complex):
+    it. Lists of sizes need no check: another one is another variant."""
+    can_be_input = takes_fed(op, index)
+    if can_be_input and isinstance(value, float | complex):
         return FedNumber(_number(builder, position, index, -1, value))
-    if isinstance(value, int) and not isinstance(value, bool):
+    if can_be_input and isinstance(value, tuple) and value and all(isinstance(item, float) for item in value):
+        return ListArg(tuple(FedNumber(_number(builder, position, index, k, item)) for k, item in enumerate(value)))
+    if not (isinstance(value, tuple) and takes_integers(op, index)):
         builder.number_checks.append((position, index))
     return Const(value)
 

@@ -235,8 +235,8 @@ class StepRunner:
             else:
                 native.abort()
         except BaseException as error:
-            self._raised(error, completed)
-            completed = False
+            ended, completed = completed, False
+            self._raised(error, ended)
         finally:
             stalled_s = native.stalled_in_calls_s - self._stalled_before_s
             self._python_s = time.perf_counter() - self._started_s - stalled_s
@@ -311,8 +311,11 @@ class StepRunner:
         self.benefit = BenefitTrial()
 
     def after_fork_in_child(self) -> None:
-        """A call of another thread was under way, and that thread is not here: nobody will end it."""
-        if self._owner in (None, threading.get_ident()):
+        """A call of another thread was under way, and that thread is not here: nobody will end it.
+
+        The lock has no owner's name while a call is beginning, or while what returned early is completed.
+        """
+        if self._owner == threading.get_ident() or not self._lock.locked():
             return
         self._lock, self._owner, self._stance = threading.Lock(), None, None
         if self._native is not None:
@@ -346,6 +349,9 @@ class StepRunner:
             self.counters.traced += 1
         if native.other_device:
             self._leave_to_eager(native.other_device)
+            return
+        if fallback is not None and fallback[0] == "too long":
+            self.policy.give_up("one call of it does more than a million operations")
             return
         trace = native.trace()
         result = merge(self.graph, trace)
