@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-CXX_FILES := $(wildcard src/coexec/csrc/*.cpp src/coexec/csrc/*.h tests/csrc/*.cpp)
+CXX_FILES := $(wildcard src/coexec/csrc/*.cpp src/coexec/csrc/*.h)
 
 .PHONY: demo test test-full asan bench lint format format-check typecheck check wheel clean
 

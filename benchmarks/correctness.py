@@ -2,7 +2,7 @@
 
 The bound is the tuner's (`coexec.tuning.verify`): `max(2 x eager's distance, 16 eps x magnitude)` from float64. One
 run of eager may lie nearer to float64 than its roundings promise, so where that bound fails, eager's distance is the
-largest of a few runs of eager in which every op rounds differently.
+largest of a few runs of eager in which the result of every op moves by a unit in its last place.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from coexec.tuning.oracle import disturbed
-
-EAGER_FACTOR = 2.0
-EPS_FACTOR = 16.0
-NOISY_RUNS = 24
+from coexec.tuning.verify import NOISY_RUNS, error_and_bound
 
 
 class Rounding(TorchDispatchMode):
-    """Within the block every op that computes new values rounds them another way."""
+    """Within the block every op that makes new memory gives its values another last place."""
 
     def __init__(self, noise: torch.Generator) -> None:
         super().__init__()
@@ -38,7 +35,7 @@ class Rounding(TorchDispatchMode):
         return result if aliases else tree_map(lambda value: disturbed(value, self.noise), result)
 
 
-def noisy_runs(run: Callable[[], list[Tensor]], count: int = NOISY_RUNS) -> list[list[Tensor]]:
+def noisy_runs(run: Callable[[], list[Tensor]], count: int = NOISY_RUNS[-1]) -> list[list[Tensor]]:
     """Answers of eager with other roundings; the noise itself is not rounded."""
     noise = torch.Generator().manual_seed(0)
     answers = []
@@ -66,11 +63,10 @@ def _excess(given: Tensor, eager: Sequence[Tensor], exact: Tensor) -> float:
         return 0.0 if torch.equal(given, eager[0]) else float("inf")
     if given.numel() == 0:
         return 0.0
-    exact = exact.double()
-    distance, *of_eager = (float((x.double() - exact).abs().max()) for x in (given, *eager))
-    floor = EPS_FACTOR * torch.finfo(given.dtype).eps * float(exact.abs().max())
-    allowed = max(EAGER_FACTOR * max(of_eager), floor)
+    if not bool((given.isfinite() == eager[0].isfinite()).all()):
+        return float("inf")
+    bounds = [error_and_bound(given, one, exact) for one in eager]
+    distance, allowed = bounds[0][0], max(bound for _, bound in bounds)
     if allowed == 0.0:
         return 0.0 if distance == 0.0 else float("inf")
-    excess = distance / allowed
-    return excess if excess == excess else float("inf")
+    return distance / allowed

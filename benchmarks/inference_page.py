@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.bench_inference import COEXEC, EAGER, EAGER_AGAIN, serving
 from benchmarks.markdown import table
+from benchmarks.models import catalog
 
 NOTHING = "-"
 BEST_PER_GRAPH = "best per graph"
@@ -26,19 +27,21 @@ def sections(result: dict[str, Any]) -> Iterable[str]:
     yield "## Geometric means over eager\n\n" + means(result["summary"])
     yield "## Every model, served\n\n" + served(result["serve"])
     yield "## Every model and backend\n\n" + single_backends(result["summary"])
-    if words := "\n".join(exceptions(result["summary"])):
+    if words := "\n".join((*exceptions(result["summary"]), *other_remarks(result))):
         yield "## Exceptions\n\n" + words
 
 
 def environment(result: dict[str, Any]) -> str:
     """Returns what it was measured on and how, in words."""
     machine = result["machine"]
+    batches = " and ".join(map(str, result["batches"]))
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['capability']}; torch {machine['torch']}, Python "
-        f"{machine['python']}, {machine['torch_threads']} threads. {result['summary']['models']} models, float32, eval "
-        f"mode, batch sizes {' and '.join(map(str, result['batches']))}. Served: `torch.compile(model, "
+        f"{machine['python']}, {machine['torch_threads']} threads. {result['summary']['models']} of the catalog's "
+        f"{len(catalog.MODELS)} models, float32, eval mode, batch sizes {batches}. Served: `torch.compile(model, "
         f'backend="coexec")` in a fresh process on a tuned store against eager in another one, by turns. Nothing is '
-        f"clipped: a slowdown counts as one."
+        f"clipped: a slowdown counts as one. Single figures are as noisy as the column 'eager again' shows, and so are "
+        f"the tuner's, from a few rounds each: the backend that serves is not always the fastest of the tables below."
     )
 
 
@@ -108,6 +111,17 @@ def exceptions(summary: dict[str, Any]) -> Iterable[str]:
         yield f"- Skipped {name}: {reason}"
     for case, problems in summary["problems"].items():
         yield f"- Failed {case}: {'; '.join(problems.values())}"
+
+
+def other_remarks(result: dict[str, Any]) -> Iterable[str]:
+    """Yields which results are right by the tuner's bound only, and which models were left out."""
+    found = {name: case["contenders"].get(COEXEC, {}) for name, case in result["serve"].items() if "contenders" in case}
+    noisy = [name for name, facts in found.items() if facts.get("correct") and facts.get("excess_of_one_run", 0) > 1]
+    yield "- Right by several roundings of eager (`benchmarks/correctness.py`), not by the one run: " + (
+        f"{', '.join(noisy) or 'none'}."
+    )
+    left_out = sorted(set(catalog.MODELS) - {case["model"] for case in result["serve"].values()})
+    yield f"- Not part of this run: {', '.join(left_out) or 'none'}."
 
 
 def ratio(value: float | None) -> str:

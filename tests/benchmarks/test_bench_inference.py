@@ -123,7 +123,7 @@ def test_a_model_without_its_package_is_skipped(options: argparse.Namespace, mon
 
 def test_the_page_has_every_case_and_bolds_the_fastest_backend(options: argparse.Namespace) -> None:
     cases = {
-        "a 1": case("a", 4.0),
+        "a 1": case("a", 4.0, excess_of_one_run=1.5),
         "b 1": case("b", 9.0, correct=False),
         "c 1": {"model": "c", "batch": 1, "contenders": {}, "problems": {"eager": "it raised"}},
         "e 1": {"model": "e", "batch": 1, "skipped": "needs a package"},
@@ -139,3 +139,5 @@ def test_the_page_has_every_case_and_bolds_the_fastest_backend(options: argparse
     assert "- Wrong results: b 1." in page
     assert "- Skipped e: needs a package" in page
     assert "- Failed c 1: it raised" in page
+    assert "not by the one run: a 1." in page
+    assert "resnet18" in page.partition("- Not part of this run: ")[2]

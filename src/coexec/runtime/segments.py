@@ -495,8 +495,13 @@ class SegmentManager:
         return len(self.plan.loops) if self.plan else 0
 
     def describe(self) -> list[str]:
-        """Returns a line per segment with work in it and per version of it: what it is, its executor, and why."""
-        return [line for segment in self.segments if segment.planned.compile for line in segment.describe()]
+        """Returns a line per segment with work in it and per version of it: what it is, its executor, and why.
+
+        The others are counted by their reason.
+        """
+        lines = [line for segment in self.segments if segment.planned.compile for line in segment.describe()]
+        others = Counter(segment.fixed for segment in self.segments if not segment.planned.compile)
+        return lines + [f"{number} more: replay ({reason})" for reason, number in others.items() if reason]
 
     def changing(self) -> bool:
         """Whether the plan or a segment's executor is about to change."""
