@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from coexec.intercept.native import native_if_ready
 from tests.coexec.harness import exact
 from tests.coexec.programs import batch, labels, mlp, training
 
@@ -145,3 +146,18 @@ def test_another_thread_forks_in_the_middle_of_a_call() -> None:
     assert statuses == [0]
     assert torch.equal(step(batch(5), False), model(batch(5)).sum())
     assert step.stats().phase == "co-execution"
+
+
+def test_a_fork_waits_for_a_thread_that_changes_a_table_of_the_core() -> None:
+    """The child would find the table locked by a thread that does not exist there, and hang at its first new shape."""
+    native: Any = native_if_ready()
+
+    def child() -> bool:
+        step = exact(lambda x: (x * 2).sum())
+        return all(step(torch.ones(n)).item() == 2 * n for n in range(101, 113))
+
+    holder = threading.Thread(target=native.hold_geometries, args=(1.0,))
+    holder.start()
+    time.sleep(0.2)
+    assert in_child(child) == 0
+    holder.join()

@@ -1,6 +1,7 @@
 // Memory that code outside PyTorch can read and write: NumPy, DLPack, a user's pointer.
 #include <ATen/ops/from_blob.h>
 #include <c10/util/flat_hash_map.h>
+#include "process_lock.h"
 #include "recorder.h"
 
 namespace coexec {
@@ -22,10 +23,10 @@ struct Exposed {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int arrays;
   };
-  std::mutex m;
   std::atomic<size_t> n{0};
   ska::flat_hash_map<const c10::StorageImpl*, Entry> storages;
 };
+ProcessMutex exposed_m;
 Exposed& exposed() {
   static auto* e = new Exposed();
   return *e;
@@ -39,13 +40,13 @@ bool is_foreign(const c10::StorageImpl* s) {
   auto& e = exposed();
   if (e.n.load(std::memory_order_relaxed) == 0)
     return false;
-  std::lock_guard<std::mutex> l(e.m);
+  std::lock_guard<ProcessMutex> l(exposed_m);
   return e.storages.count(s) != 0;
 }
 
 void mark_foreign(const c10::Storage& s) {
   auto& e = exposed();
-  std::lock_guard<std::mutex> l(e.m);
+  std::lock_guard<ProcessMutex> l(exposed_m);
   auto* p = s.unsafeGetStorageImpl();
   auto it = e.storages.find(p);
   if (it == e.storages.end())
@@ -59,7 +60,7 @@ void mark_foreign(const c10::Storage& s) {
 
 void unmark_foreign(const c10::StorageImpl* p) {
   auto& e = exposed();
-  std::lock_guard<std::mutex> l(e.m);
+  std::lock_guard<ProcessMutex> l(exposed_m);
   auto it = e.storages.find(p);
   if (it != e.storages.end() && --it->second.arrays == 0)
     e.storages.erase(it);

@@ -3,9 +3,11 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/hash.h>
+#include <chrono>
 #include <cstring>
-#include <mutex>
+#include <thread>
 #include <unordered_set>
+#include "process_lock.h"
 
 namespace coexec {
 namespace {
@@ -19,14 +21,15 @@ struct Hash {
     return h;
   }
 };
+
+ProcessMutex table_m;
 } // namespace
 
 static const Geometry* intern_new(const c10::TensorImpl& t);
 
 const Geometry* intern(Geometry g) {
-  static std::mutex m;
   static auto* table = new std::unordered_set<Geometry, Hash>(); // leaked on purpose: outlives static destructors
-  std::lock_guard<std::mutex> l(m);
+  std::lock_guard<ProcessMutex> l(table_m);
   return &*table->insert(std::move(g)).first;
 }
 
@@ -39,6 +42,11 @@ const Geometry* intern_of(const c10::TensorImpl& t) {
     if (g && matches(*g, t))
       return g;
   return recent[next++ % kRecent] = intern_new(t);
+}
+
+void hold_geometries(double seconds) {
+  std::lock_guard<ProcessMutex> l(table_m);
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
 }
 
 static const Geometry* intern_new(const c10::TensorImpl& t) {

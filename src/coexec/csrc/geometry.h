@@ -29,6 +29,7 @@ struct Geometry {
 
 // Never freed: a program meets few distinct geometries, and every stage may keep the pointer.
 const Geometry* intern(Geometry g);
+void hold_geometries(double seconds); // keeps their table locked, for the test of forks
 const Geometry* intern_of(const c10::TensorImpl& t);
 
 inline bool matches(const Geometry& g, const c10::TensorImpl& t) {

@@ -338,7 +338,7 @@ void Iteration::record_resolved(StorageRecord* r) {
 
 std::vector<c10::Storage> Iteration::live_storages() {
   std::vector<c10::Storage> live;
-  std::lock_guard<SpinLock> l(records_lock());
+  std::lock_guard<RecordsLock> l(records_lock());
   for (int32_t sid = 0, used = sids_.load(std::memory_order_acquire); sid < used; sid++)
     if (auto* p = values_[sid >> kValueBits]->records[sid & kValueMask].load(std::memory_order_acquire)) {
       if (auto alive = p->alive.lock()) // else it dies on another thread right now, which waits for the lock

@@ -98,9 +98,11 @@ class Iteration {
   void record_resolved(StorageRecord* r);
   // Storages of the placeholders that are alive, kept so. Any thread.
   std::vector<c10::Storage> live_storages();
-  // Memory of these values was filled by native code through its pointer (see make_placeholder).
+  // Memory of these values was filled by native code through its pointer (see make_placeholder). What another thread
+  // does tells nothing about the next iteration, and is not noted.
   void note_native_fill(int32_t slot) {
-    native_fills.push_back(slot);
+    if (std::this_thread::get_id() == owner_)
+      native_fills.push_back(slot);
   }
   std::vector<int32_t> native_fills; // slots; PythonRunner's thread only
   bool failed() const {

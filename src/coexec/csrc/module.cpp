@@ -525,7 +525,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "settle_overlaps", [](bool raise) { translated([&] { settle_overlaps(raise); }); },
       py::arg("raise_error") = true);
   m.def("real_value", [](const at::Tensor& t) { return translated([&] { return real_value(t); }); });
-  m.def("forget_foreign_threads", &forget_foreign_threads);
+  // For the test of forks: keeps a table locked, as a thread does that adds to it.
+  m.def("hold_geometries", &hold_geometries, py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
   m.def("watch_again", &watch_again);
   m.def("is_placeholder", [](const at::Tensor& t) { return record_of(*t.unsafeGetTensorImpl()) != nullptr; });
   m.def("never_computed", [](const at::Tensor& t) {

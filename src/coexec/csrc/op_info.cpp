@@ -1,7 +1,7 @@
 #include "op_info.h"
-#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+#include "process_lock.h"
 
 namespace coexec {
 namespace {
@@ -148,12 +148,13 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
           s.is_vararg() || s.is_varret());
   return i;
 }
+
+ProcessMutex op_info_m, pseudo_op_m;
 } // namespace
 
 const OpInfo* op_info(const c10::OperatorHandle& op) {
-  static std::mutex m;
   static auto* table = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpInfo>>();
-  std::lock_guard<std::mutex> l(m);
+  std::lock_guard<ProcessMutex> l(op_info_m);
   auto& e = (*table)[&op.schema()];
   if (!e)
     e = make(op);
@@ -161,9 +162,8 @@ const OpInfo* op_info(const c10::OperatorHandle& op) {
 }
 
 const OpInfo* pseudo_op(const std::string& name) {
-  static std::mutex m;
   static auto* table = new std::unordered_map<std::string, std::unique_ptr<OpInfo>>();
-  std::lock_guard<std::mutex> l(m);
+  std::lock_guard<ProcessMutex> l(pseudo_op_m);
   auto& e = (*table)[name];
   if (!e) {
     e = std::make_unique<OpInfo>();

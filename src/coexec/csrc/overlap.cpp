@@ -1,6 +1,7 @@
 #include "overlap.h"
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Exceptions.h>
+#include "process_lock.h"
 #include "raised.h"
 #include "step.h"
 
@@ -8,10 +9,10 @@ namespace coexec {
 namespace {
 // Calls that returned early and whose end nobody has waited for yet.
 struct Announced {
-  std::mutex m;
   std::atomic<size_t> n{0};
   std::vector<std::shared_ptr<Overlap>> overlaps;
 };
+ProcessMutex announced_m;
 Announced& announced() {
   static auto* a = new Announced();
   return *a;
@@ -21,14 +22,14 @@ std::vector<std::shared_ptr<Overlap>> announced_now() {
   auto& a = announced();
   if (a.n.load(std::memory_order_acquire) == 0)
     return {};
-  std::lock_guard<std::mutex> l(a.m);
+  std::lock_guard<ProcessMutex> l(announced_m);
   return a.overlaps;
 }
 
 void withdraw(const Overlap* o) {
   auto& a = announced();
   std::shared_ptr<Overlap> gone; // may be the last reference: goes without the lock
-  std::lock_guard<std::mutex> l(a.m);
+  std::lock_guard<ProcessMutex> l(announced_m);
   for (auto i = a.overlaps.begin(); i != a.overlaps.end(); ++i)
     if (i->get() == o) {
       gone = std::move(*i);
@@ -208,7 +209,7 @@ std::shared_ptr<Overlap>& overlap_here() {
 
 void announce(const std::shared_ptr<Overlap>& o) {
   auto& a = announced();
-  std::lock_guard<std::mutex> l(a.m);
+  std::lock_guard<ProcessMutex> l(announced_m);
   a.overlaps.push_back(o);
   a.n.store(a.overlaps.size(), std::memory_order_release);
 }

@@ -2,11 +2,15 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/flat_hash_map.h>
 #include "iteration.h"
+#include "process_lock.h"
 
 namespace coexec {
-SpinLock& records_lock() {
-  static SpinLock l;
-  return l;
+namespace {
+RecordsLock records_m;
+} // namespace
+
+RecordsLock& records_lock() {
+  return records_m;
 }
 
 namespace {
@@ -15,7 +19,7 @@ void storage_died(void* ctx) {
   auto* r = static_cast<StorageRecord*>(ctx);
   std::shared_ptr<Iteration> it; // may be the last reference: goes after the record
   {
-    std::lock_guard<SpinLock> l(records_lock());
+    std::lock_guard<RecordsLock> l(records_lock());
     it = std::move(r->iteration);
     it->storage_died(r);
     for (auto* p = r->impls; p; p = p->next)
@@ -60,7 +64,7 @@ void PlaceholderImpl::release_resources() {
 }
 
 void PlaceholderImpl::attach() {
-  std::lock_guard<SpinLock> l(records_lock());
+  std::lock_guard<RecordsLock> l(records_lock());
   StorageRecord* r = record_of(storage_.unsafeGetStorageImpl());
   if (!r) { // resolved meanwhile
     drop_key();
@@ -77,7 +81,7 @@ void PlaceholderImpl::attach() {
 void PlaceholderImpl::detach_from_record() {
   if (!record)
     return;
-  std::lock_guard<SpinLock> l(records_lock());
+  std::lock_guard<RecordsLock> l(records_lock());
   if (!record) // made ordinary meanwhile
     return;
   *link = next;
@@ -203,7 +207,7 @@ void put_memory(StorageRecord* r, const c10::Storage& real) {
 
 void make_ordinary(const c10::StorageImpl* s) {
   std::shared_ptr<Iteration> it; // may be the last reference: goes without the lock
-  std::lock_guard<SpinLock> l(records_lock());
+  std::lock_guard<RecordsLock> l(records_lock());
   auto* r = record_of(s);
   if (!r)
     return;
@@ -222,14 +226,14 @@ void make_ordinary(const c10::StorageImpl* s) {
 }
 
 bool never_computed(const c10::StorageImpl* s) {
-  std::lock_guard<SpinLock> l(records_lock());
+  std::lock_guard<RecordsLock> l(records_lock());
   if (const auto* r = record_of(s))
     return r->iteration->failed() && !r->iteration->memory(r->sid).unsafeGetStorageImpl();
   return const_cast<c10::StorageImpl*>(s)->_mutable_data_ptr_no_checks().get_deleter() == &nothing_to_delete;
 }
 
 Unresolved unresolved(const c10::StorageImpl* s) {
-  std::lock_guard<SpinLock> l(records_lock());
+  std::lock_guard<RecordsLock> l(records_lock());
   auto* r = record_of(s);
   return r ? Unresolved{r->iteration, r->sid, r->views.front().slot, r->last_write} : Unresolved{};
 }
@@ -246,38 +250,39 @@ void set_key(c10::TensorImpl* t) {
 
 namespace {
 struct PendingWrites {
-  std::mutex m;
   ska::flat_hash_map<const c10::StorageImpl*, std::pair<std::shared_ptr<Iteration>, int64_t>> by_storage;
 };
+ProcessMutex pending_writes_m;
 PendingWrites& pending_writes() {
   static auto* p = new PendingWrites();
   return *p;
 }
 } // namespace
 
-void forget_foreign_threads() {
-  records_lock().unlock();
-  new (&pending_writes().m) std::mutex();
-}
-
 void note_pending_write(const c10::StorageImpl* s, const std::shared_ptr<Iteration>& it, int64_t index) {
   auto& p = pending_writes();
-  std::lock_guard<std::mutex> l(p.m);
-  p.by_storage[s] = {it, index};
+  std::pair<std::shared_ptr<Iteration>, int64_t> write{it, index}; // leaves with the former one, without the lock
+  std::lock_guard<ProcessMutex> l(pending_writes_m);
+  p.by_storage[s].swap(write);
 }
 
 void forget_pending_writes(const Iteration* it) {
   auto& p = pending_writes();
-  std::lock_guard<std::mutex> l(p.m);
+  std::shared_ptr<Iteration> kept; // the last reference goes without the lock
+  std::lock_guard<ProcessMutex> l(pending_writes_m);
   for (auto i = p.by_storage.begin(); i != p.by_storage.end();)
-    i = i->second.first.get() == it ? p.by_storage.erase(i) : ++i;
+    if (i->second.first.get() == it) {
+      kept = std::move(i->second.first);
+      i = p.by_storage.erase(i);
+    } else
+      ++i;
 }
 
 void await_pending_write(const c10::StorageImpl* s) {
   auto& p = pending_writes();
   std::pair<std::shared_ptr<Iteration>, int64_t> w;
   {
-    std::lock_guard<std::mutex> l(p.m);
+    std::lock_guard<ProcessMutex> l(pending_writes_m);
     auto i = p.by_storage.find(s);
     if (i == p.by_storage.end())
       return;

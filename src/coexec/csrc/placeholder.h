@@ -5,8 +5,8 @@
 // (views, saved tensors, `.data` copies) becomes ordinary at once.
 #pragma once
 #include <atomic>
-#include <mutex>
 #include "geometry.h"
+#include "process_lock.h"
 
 namespace coexec {
 
@@ -16,23 +16,9 @@ constexpr auto kKey = c10::DispatchKey::Fake;
 class Iteration;
 struct PlaceholderImpl;
 
-// Held for a few instructions, and taken several times per op.
-class SpinLock {
- public:
-  void lock() {
-    while (flag_.test_and_set(std::memory_order_acquire)) {
-    }
-  }
-  void unlock() {
-    flag_.clear(std::memory_order_release);
-  }
-
- private:
-  std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
-};
-
 // Guards the life of every record and its list: a placeholder may die on one thread while another makes it ordinary.
-SpinLock& records_lock();
+using RecordsLock = ProcessLock<SpinLock>;
+RecordsLock& records_lock();
 
 // A value of the iteration: slot numbers are the Program's (node output) or -1.
 struct RecordedView {
@@ -124,7 +110,5 @@ void set_key(c10::TensorImpl* t);
 void note_pending_write(const c10::StorageImpl* s, const std::shared_ptr<Iteration>& it, int64_t index);
 void forget_pending_writes(const Iteration* it);
 void await_pending_write(const c10::StorageImpl* s);
-// In a forked child: a thread that is not here may have held the locks.
-void forget_foreign_threads();
 
 } // namespace coexec

@@ -113,7 +113,6 @@ def _after_fork_in_child() -> None:
     """Only the forking thread exists here: the graph threads do not."""
     if _module is None:
         return
-    _module.forget_foreign_threads()
     step = _module.active_step()
     if step is not None:
         step.abandon()

@@ -1,0 +1,36 @@
+#include "process_lock.h"
+#include <pthread.h>
+#include <vector>
+
+namespace coexec {
+namespace {
+struct Held {
+  void (*lock)(void*);
+  void (*unlock)(void*);
+  void* of;
+};
+
+std::vector<Held>& held_during_forks() {
+  static auto* held = new std::vector<Held>(); // leaked on purpose: outlives static destructors
+  return *held;
+}
+
+void lock_all() {
+  for (auto& h : held_during_forks())
+    h.lock(h.of);
+}
+
+void unlock_all() {
+  for (auto& h : held_during_forks())
+    h.unlock(h.of);
+}
+} // namespace
+
+void hold_during_forks(void (*lock)(void*), void (*unlock)(void*), void* of) {
+  // Handlers of Python's os.register_at_fork would not do: other such handlers run between them and the fork, and they
+  // may wait for threads that wait for these locks.
+  static int registered = pthread_atfork(&lock_all, &unlock_all, &unlock_all);
+  (void)registered; // ENOMEM is its only error
+  held_during_forks().push_back({lock, unlock, of});
+}
+} // namespace coexec
