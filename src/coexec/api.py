@@ -6,9 +6,11 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any, TypeVar, overload
 
@@ -20,6 +22,7 @@ from coexec.runtime.dynamo import stay_out_of_dynamo
 from coexec.runtime.explain import explain
 from coexec.runtime.stats import StepStats
 from coexec.runtime.step_runner import StepRunner
+from coexec.runtime.timeline import write_timeline
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,6 +80,18 @@ class CoExecutable:
     def trace_graph(self) -> Any:
         """The TraceGraph so far: printable, with `.to_dot()`."""
         return self._runner.graph_view()
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Writes what both runners did when in the latest co-executed calls, up to 20, as a Chrome trace.
+
+        For chrome://tracing or https://ui.perfetto.dev. The waits of the PythonRunner are named by the user's line, the
+        work of the GraphRunner by operation or segment (`stats()` has their sums, as in Terra's figure 6).
+
+        Raises:
+            NothingRecordedError: no call has been co-executed yet; no file is written.
+            OSError: the file cannot be written.
+        """
+        write_timeline(self._runner, Path(path))
 
     def reset(self) -> None:
         """Forgets everything learned; the next call starts with tracing."""
@@ -195,8 +210,15 @@ class CoExecModule(torch.nn.Module):
         """As CoExecutable.trace_graph."""
         return self._step.trace_graph
 
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """As CoExecutable.timeline."""
+        step: CoExecutable = self._step
+        step.timeline(path)
 
-_MODULE_OWN = frozenset({"_orig_mod", "_step", "train", "eval", "stats", "explain", "wait_compiled", "trace_graph"})
+
+_MODULE_OWN = frozenset(
+    {"_orig_mod", "_step", "train", "eval", "stats", "explain", "wait_compiled", "trace_graph", "timeline"}
+)
 
 
 @overload
@@ -303,6 +325,10 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
     def trace_graph(self) -> Any:
         """As CoExecutable.trace_graph."""
         return self._runner.graph_view()
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """As CoExecutable.timeline."""
+        write_timeline(self._runner, Path(path))
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,16 @@ class ReentrantStepError(UsageError, RuntimeError):
         )
 
 
+class NothingRecordedError(UsageError, RuntimeError):
+    """`step.timeline()` before a call was co-executed."""
+
+    def __init__(self, step: str, phase: str) -> None:
+        super().__init__(
+            f"Step {step!r} has no co-executed call to draw yet (its phase: {phase}). Call it a few times more; "
+            f"explain() says what keeps it from co-execution."
+        )
+
+
 # What the machine or the environment lacks --------------------------------------------------------------------------
 
 

@@ -4,8 +4,17 @@
 #include "step.h"
 
 namespace coexec {
+void Step::note_wait(Wait why, uint64_t location, double seconds) {
+  waits.add(why, location, seconds);
+  if (seconds == 0)
+    return;
+  auto now = Clock::now();
+  auto start = now - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  CallSpans::add(it_->spans->python, {Span::Kind::Wait, static_cast<uint8_t>(why), -1, location, 1, start, now});
+}
+
 void Step::wait(int64_t n, Wait why, uint64_t location, double waited_s) {
-  waits.add(why, location, waited_s + it_->wait_done(n));
+  note_wait(why, location, waited_s + it_->wait_done(n));
   issue_warnings(*it_, n);
 }
 
@@ -29,7 +38,7 @@ void Step::fall_back(const std::string& reason, const std::string& op, uint64_t 
   close_barrier();
   co_executed_in_a_row_ = 0;
   fallback = Fallback{reason, op, location, current_->id};
-  waits.add(Wait::Fallback, location, it_->wait_done(it_->size(), false, Signals::Never));
+  note_wait(Wait::Fallback, location, it_->wait_done(it_->size(), false, Signals::Never));
   it_->close();
   graph.join_iteration();
   undo_failed();

@@ -350,7 +350,7 @@ at::Tensor Step::fetched_value(const Node& n, const In& in, int64_t index) {
     std::optional<std::string> why;
     it_->with_run([&](const SegmentRun& run) { why = disagreement(*it_, run, run.base, index); });
     if (!why) {
-      waits.add(Wait::Fetch, n.location, waited_s);
+      note_wait(Wait::Fetch, n.location, waited_s);
       return value;
     }
     it_->void_run(*why);

@@ -193,7 +193,8 @@ void GraphRunner::run_iteration() {
       return;
     }
     note_wait(i);
-    if (!it.wait_entry(i, &stats_.stall_s))
+    int32_t before = i == 0 ? kStart : it.entry(i - 1).node->id;
+    if (!stalled(before, [&](double* s) { return it.wait_entry(i, s); }))
       return;
     Entry& e = it.entry(i);
     if (learning_)
@@ -207,7 +208,9 @@ void GraphRunner::run_iteration() {
       it.set_failed(i, std::current_exception());
       return;
     }
-    double op_s = std::chrono::duration<double>(Clock::now() - t0).count();
+    auto t1 = Clock::now();
+    double op_s = std::chrono::duration<double>(t1 - t0).count();
+    it.spans->add_op(e.node->id, t0, t1);
     stats_.exec_s += op_s;
     if (timed_) {
       timed_s_ += op_s;

@@ -80,6 +80,19 @@ class GraphRunner {
   void commit(const Segment& s, int64_t at, const SegmentRun& run, std::vector<at::Tensor>& results);
   void capture_inputs(Entry& e);
   void note_wait(int64_t at);
+  // Waits for Python by way of `wait(&seconds)`, before it can go on at `node`.
+  template <class F>
+  auto stalled(int32_t node, F&& wait) {
+    double before = stats_.stall_s;
+    auto result = wait(&stats_.stall_s);
+    if (stats_.stall_s != before) {
+      auto now = Clock::now();
+      auto waited = std::chrono::duration<double>(stats_.stall_s - before);
+      auto start = now - std::chrono::duration_cast<Clock::duration>(waited);
+      CallSpans::add(it_->spans->graph, {Span::Kind::Wait, 0, node, 0, 1, start, now});
+    }
+    return result;
+  }
   void execute(Entry& e);
   void adopt_thread_state();
 

@@ -3,13 +3,13 @@
 // Single producer (the PythonRunner, on the user's thread), single consumer (the GraphRunner's thread).
 #pragma once
 #include <array>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
 #include <thread>
 #include "placeholder.h"
 #include "program.h"
+#include "timeline.h"
 
 namespace coexec {
 
@@ -35,8 +35,6 @@ class WithoutGil {
 
 // Whether a wait runs Python's signal handlers, which may raise. Cleaning up must not be left half done.
 enum class Signals : uint8_t { WithGil, Always, Never };
-
-using Clock = std::chrono::steady_clock;
 
 // A tensor among the arguments: the GraphRunner makes it, over the real memory, before the call. We never keep the
 // user's TensorImpl (autograd decides by reference counts), only memory.
@@ -149,6 +147,7 @@ class Iteration {
     sid_of_[slot].store(sid, std::memory_order_relaxed);
   }
 
+  std::shared_ptr<CallSpans> spans; // set before the runners start; each writes its own
   bool lazy = false; // the GraphRunner starts only when Python needs a value (the paper's Table 2)
   std::atomic<bool> demanded{false};
 

@@ -345,13 +345,37 @@ py::dict stats_of(Step& s) {
   return d;
 }
 
+const char* const kWaits[] = {
+    "fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
+
 // (reason, chain of the place, count, seconds) each.
 py::list waits_of(Step& s) {
-  const char* names[] = {"fetch", "sync", "step end", "fallback", "foreign write", "case select", "input", "overlap"};
   py::list l;
   for (int why = 0; why < static_cast<int>(Wait::Count); why++)
     for (const auto& [location, total] : s.waits.of(static_cast<Wait>(why)))
-      l.append(py::make_tuple(names[why], chain_of(s, location), total.count, total.seconds));
+      l.append(py::make_tuple(kWaits[why], chain_of(s, location), total.count, total.seconds));
+  return l;
+}
+
+int64_t ns(Clock::time_point t) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
+}
+
+// (kind, reason of a wait of Python's, node or -1, chain of the place of a wait of Python's, ops, start, end) each.
+py::list spans_of(Step& s, const std::vector<Span>& spans) {
+  const char* kinds[] = {"wait", "op", "replayed", "segment"};
+  py::list l;
+  for (const auto& p : spans)
+    l.append(py::make_tuple(kinds[static_cast<int>(p.kind)], kWaits[p.why], p.node, chain_of(s, p.location), p.ops,
+        ns(p.start), ns(p.end)));
+  return l;
+}
+
+// (start, end, the PythonRunner's spans, the GraphRunner's) of each of the latest co-executed calls; times in ns.
+py::list timeline_of(Step& s) {
+  py::list l;
+  for (const auto& call : s.timeline.calls())
+    l.append(py::make_tuple(ns(call->start), ns(call->end), spans_of(s, call->python), spans_of(s, call->graph)));
   return l;
 }
 } // namespace
@@ -497,6 +521,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("chain", &chain_of)
       .def("stats", &stats_of)
       .def("waits", &waits_of)
+      .def("timeline", &timeline_of)
       .def_property_readonly("stalled_in_calls_s", // without what follows a call that returned early
           [](Step& s) { return s.waits.seconds() - s.waits.seconds(Wait::Overlap); })
       .def_property_readonly("fallback", &fallback_of)

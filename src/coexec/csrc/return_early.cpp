@@ -30,6 +30,7 @@ void Step::return_early() {
   active_step() = nullptr;
   phase = Phase::Off;
   stats.returned_early++;
+  timeline.end_call();
   it_->close();
 }
 

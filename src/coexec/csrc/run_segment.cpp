@@ -175,9 +175,9 @@ GraphRunner::Fit GraphRunner::fit(const Segment& s, SegmentRun* run, int32_t* un
 const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
   Iteration& it = *it_;
   bool commits = p.versions.front()->commit;
-  if (commits &&
-      it.wait_validated(run->base, static_cast<int64_t>(p.nodes.size()), &stats_.stall_s) !=
-          Iteration::Ahead::Validated) {
+  if (commits && stalled(p.nodes.front(), [&](double* seconds) {
+        return it.wait_validated(run->base, static_cast<int64_t>(p.nodes.size()), seconds);
+      }) != Iteration::Ahead::Validated) {
     give_up(*p.versions.front(), run->base, "Python did not get to its end");
     return nullptr;
   }
@@ -201,7 +201,7 @@ const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
       p.last_misfit.store(misfit_, std::memory_order_relaxed);
       return nullptr;
     }
-    if (!it.wait_input(run->base + position, &stats_.stall_s)) {
+    if (!stalled(p.nodes[position], [&](double* seconds) { return it.wait_input(run->base + position, seconds); })) {
       learning_ = waiting;
       learning_base_ = run->base;
       give_up(*waiting, run->base, "an input was not there");
@@ -266,13 +266,16 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
       generator.set_state(rng);
     return give_up(s, at, "the artifact raised");
   }
-  double run_s = std::chrono::duration<double>(Clock::now() - t0).count();
+  auto t1 = Clock::now();
+  double run_s = std::chrono::duration<double>(t1 - t0).count();
+  CallSpans::add(it.spans->graph, {Span::Kind::Segment, 0, s.nodes.front(), 0, n, t0, t1});
   stats_.exec_s += run_s;
   stats_.compiled_runs++;
   current_run() = nullptr;
   std::optional<std::string> why;
   if (!s.commit) {
-    if (it.wait_validated(at, n, &stats_.stall_s) == Iteration::Ahead::Void)
+    if (stalled(s.nodes.back(), [&](double* seconds) { return it.wait_validated(at, n, seconds); }) ==
+        Iteration::Ahead::Void)
       why = it.void_reason().empty() ? "Python went another way" : it.void_reason();
     else
       why = disagreement(it, run, at, at + n);

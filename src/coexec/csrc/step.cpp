@@ -71,6 +71,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
   } else {
     it_ = fresh_iteration();
     it_->lazy = lazy;
+    it_->spans = timeline.begin_call();
     current_ = &program.at(kStart);
     path.clear();
     passed_.assign(program.size(), false);
@@ -132,6 +133,7 @@ void Step::put_away() {
   if (it_) {
     forget_pending_writes(it_.get());
     learn_native_fills();
+    timeline.end_call();
   }
   phase = Phase::Off;
   it_.reset();
@@ -167,7 +169,7 @@ bool Step::finish() {
 }
 
 void Step::complete_iteration() {
-  waits.add(Wait::StepEnd, 0, it_->wait_done(it_->size())); // warnings come when the iteration has been left
+  note_wait(Wait::StepEnd, 0, it_->wait_done(it_->size())); // warnings come when the iteration has been left
   it_->close();
   resolve_all();
 }

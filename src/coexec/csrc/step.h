@@ -113,6 +113,7 @@ class Step {
   std::optional<Fallback> fallback;
   StepStats stats;
   WaitLog waits;
+  Timeline timeline;
   std::shared_ptr<const SegmentTable> segments;
   std::vector<int32_t> path; // nodes of the last co-executed iteration
   ska::flat_hash_map<uint64_t, LocationInfo> locations;
@@ -196,6 +197,7 @@ class Step {
   void learn_variant(Node& n, const TraceOp& t);
   // `waited_s`: what the caller has waited for it already.
   void wait(int64_t n, Wait why, uint64_t location, double waited_s = 0);
+  void note_wait(Wait why, uint64_t location, double seconds); // that has just ended
   void issue_warnings(Iteration& it, int64_t n);
   void forget_failed_gradients();
   void note_host_write(const In& in);

@@ -16,7 +16,7 @@ from typing import Any
 from coexec.config import Options, debug_level, disabled, settings
 from coexec.errors import ReentrantStepError
 from coexec.graph.merge import MergeResult, first_news, merge
-from coexec.graph.tracegraph import TraceGraph
+from coexec.graph.tracegraph import Node, TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_error, native_if_ready, new_step, wait_for_native
 from coexec.plan.cases import Plan, While
@@ -451,12 +451,20 @@ class StepRunner:
             return []
         return [self._loop_line(plan, loop) for loop in plan.loops]
 
+    def recorded_calls(self) -> list[Any]:
+        """Returns what both runners did in the latest co-executed calls, see `runtime.timeline`."""
+        return self._native.timeline() if self._native is not None else []
+
+    def line_of(self, node: Node) -> str:
+        """Returns the user's line of an op of the graph."""
+        return user_line(self._native.chain(node.location))
+
     def _loop_line(self, plan: Plan, loop: While) -> str:
         nodes = [node for block in loop.blocks for node in plan.blocks[block].nodes]
         begins = self.graph.nodes[loop.back_edges[0][1]]
         passes = sum(self.graph.edge_visits[edge] for edge in loop.back_edges)
         nested = f" in loop {loop.parent}" if loop.parent >= 0 else ""
-        place = user_line(self._native.chain(begins.location))
+        place = self.line_of(begins)
         return f"loop {loop.id}{nested} at {place}: {len(nodes)} ops, replayed; {passes} more passes in the traces"
 
     def graph_view(self) -> Any:

@@ -1,0 +1,76 @@
+// What the two runners did when in the latest co-executed calls, for `step.timeline()` (DESIGN: the breakdown of the
+// paper's Figure 6). Always noted: a span costs a few nanoseconds beside clock readings that are taken anyway.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+namespace coexec {
+using Clock = std::chrono::steady_clock;
+
+struct Span {
+  enum class Kind : uint8_t { Wait, Op, Replayed, Segment };
+  Kind kind;
+  uint8_t why; // of the PythonRunner's wait: a Wait
+  int32_t node; // the op, or the first one; -1 if none
+  uint64_t location; // of the PythonRunner's wait
+  int64_t ops;
+  Clock::time_point start, end;
+};
+
+// One call. Each list is written by one runner, and read when neither runs.
+struct CallSpans {
+  static constexpr size_t kMost = 1 << 14; // later ones of a call are left out
+  Clock::time_point start, end;
+  std::vector<Span> python, graph;
+
+  static void add(std::vector<Span>& to, const Span& span) {
+    if (to.size() < kMost)
+      to.push_back(span);
+  }
+  // An op that was replayed. Short ones in a row are one span.
+  void add_op(int32_t node, Clock::time_point op_start, Clock::time_point op_end) {
+    constexpr auto kShort = std::chrono::microseconds(20);
+    bool is_short = op_end - op_start < kShort;
+    if (is_short && !graph.empty() && graph.back().kind == Span::Kind::Replayed &&
+        op_start - graph.back().end < kShort) {
+      graph.back().end = op_end;
+      graph.back().ops++;
+      return;
+    }
+    add(graph, {is_short ? Span::Kind::Replayed : Span::Kind::Op, 0, node, 0, 1, op_start, op_end});
+  }
+};
+
+class Timeline {
+ public:
+  std::shared_ptr<CallSpans> begin_call() {
+    constexpr size_t kCalls = 20;
+    std::shared_ptr<CallSpans> spans;
+    if (calls_.size() == kCalls) {
+      spans = std::move(calls_.front());
+      calls_.pop_front();
+    }
+    if (!spans || spans.use_count() > 1) // a runner that is cancelled still has it
+      spans = std::make_shared<CallSpans>();
+    spans->python.clear();
+    spans->graph.clear();
+    spans->start = spans->end = Clock::now();
+    calls_.push_back(spans);
+    return spans;
+  }
+  // The first time counts: a call that returned early is put away later.
+  void end_call() {
+    if (!calls_.empty() && calls_.back()->end == calls_.back()->start)
+      calls_.back()->end = Clock::now();
+  }
+  const std::deque<std::shared_ptr<CallSpans>>& calls() const {
+    return calls_;
+  }
+
+ private:
+  std::deque<std::shared_ptr<CallSpans>> calls_; // the oldest first
+};
+} // namespace coexec
