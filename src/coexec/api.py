@@ -82,7 +82,7 @@ class CoExecutable:
         return self._runner.graph_view()
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
-        """Writes what both runners did when in the latest co-executed calls, up to 20, as a Chrome trace.
+        """Writes what both runners did when in the latest co-executed calls, up to 10, as a Chrome trace.
 
         For chrome://tracing or https://ui.perfetto.dev. The waits of the PythonRunner are named by the user's line, the
         work of the GraphRunner by operation or segment (`stats()` has their sums, as in Terra's figure 6).

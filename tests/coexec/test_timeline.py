@@ -61,7 +61,7 @@ def test_the_latest_calls_and_no_two_things_at_once(tmp_path: Path) -> None:
         step(batch(i), labels(i))
     step.timeline(str(tmp_path / "t.json"))
     found = events(tmp_path / "t.json")
-    assert len([e for e in found if e["cat"] == "call"]) == 20
+    assert len([e for e in found if e["cat"] == "call"]) == 10
     for category in ({"call"}, {"wait"}, {"wait", "op", "replayed", "segment"}):
         thread = 2 if "op" in category else 1
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in found if e["tid"] == thread and e["cat"] in category)

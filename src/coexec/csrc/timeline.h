@@ -22,7 +22,7 @@ struct Span {
 
 // One call. Each list is written by one runner, and read when neither runs.
 struct CallSpans {
-  static constexpr size_t kMost = 1 << 14; // later ones of a call are left out
+  static constexpr size_t kMost = 1 << 13; // later ones of a call are left out
   Clock::time_point start, end;
   std::vector<Span> python, graph;
 
@@ -47,7 +47,7 @@ struct CallSpans {
 class Timeline {
  public:
   std::shared_ptr<CallSpans> begin_call() {
-    constexpr size_t kCalls = 20;
+    constexpr size_t kCalls = 10;
     std::shared_ptr<CallSpans> spans;
     if (calls_.size() == kCalls) {
       spans = std::move(calls_.front());
