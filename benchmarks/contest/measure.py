@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -124,30 +123,24 @@ def warm_up(child: Child, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, A
     return result
 
 
-def asleep(child: Child) -> contextlib.AbstractContextManager[None]:
-    """Within it the process and its children are stopped: not even an idle thread of them spins."""
-    return between(child, signal.SIGSTOP, signal.SIGCONT)
-
-
-def awake(child: Child) -> contextlib.AbstractContextManager[None]:
-    """Within it a sleeping process runs."""
-    return between(child, signal.SIGCONT, signal.SIGSTOP)
-
-
 @contextlib.contextmanager
-def between(child: Child, first: int, then: int) -> Iterator[None]:
-    """Sends one signal before, and the other after, whatever happens."""
-    send(child, first)
+def asleep(child: Child) -> Iterator[None]:
+    """Within it the process and all that it has started are stopped: not even an idle thread of them spins."""
+    child.processes.stop()
     try:
         yield
     finally:
-        send(child, then)
+        child.processes.go_on()
 
 
-def send(child: Child, number: int) -> None:
-    """Sends a signal to the process and its children; one that has ended does not mind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.session, number)
+@contextlib.contextmanager
+def awake(child: Child) -> Iterator[None]:
+    """Within it a sleeping process runs."""
+    child.processes.go_on()
+    try:
+        yield
+    finally:
+        child.processes.stop()
 
 
 def take_turns(

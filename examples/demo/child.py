@@ -25,6 +25,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from coexec.tuning.process_tree import is_stopped, tree
 from examples.demo.variants import Unavailable, make_runner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -65,6 +66,7 @@ class Child:
             start_new_session=True,  # so that whoever is left after its end can be found
         )
         self.session = self._process.pid
+        self.processes = ProcessTree(self.session)
         try:
             self.ask("ready")
         except ChildFailed:
@@ -124,6 +126,33 @@ class Child:
         return self._process.returncode
 
 
+class ProcessTree:
+    """A process and all that it has started, compilers in process groups of their own among them."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._stopped: list[int] = []
+
+    def stop(self) -> None:
+        """Stops them all."""
+        # One that was being forked may be missed: until a look finds no more.
+        while fresh := [pid for pid in tree(self._root) if pid not in self._stopped and not is_stopped(pid)]:
+            self._stopped += fresh
+            for pid in fresh:
+                _signal(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Undoes `stop`; what one of them had stopped by then stays so (coexec stops its compilers now and then)."""
+        stopped, self._stopped = self._stopped, []
+        for pid in reversed(stopped):
+            _signal(pid, signal.SIGCONT)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 class AwakeInTurn:
     """A child that runs during its turns only: in between it is stopped, so that not even an idle thread of it spins.
 
@@ -134,23 +163,19 @@ class AwakeInTurn:
         self.name, self._child = child.name, child
 
     def __enter__(self) -> AwakeInTurn:
-        self._signal(signal.SIGSTOP)
+        self._child.processes.stop()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._signal(signal.SIGCONT)
+        self._child.processes.go_on()
 
     def run_block(self, lead_in: int, steps: int, one_by_one: bool) -> float:
         """See `paired.Contender`."""
-        self._signal(signal.SIGCONT)
+        self._child.processes.go_on()
         try:
             return self._child.run_block(lead_in, steps, one_by_one)
         finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.session, number)
+            self._child.processes.stop()
 
 
 class ChildRunner:

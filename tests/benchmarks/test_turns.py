@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from examples.demo.child import AwakeInTurn
+from examples.demo.child import AwakeInTurn, ProcessTree
 
 
 class Sleeper:
@@ -21,6 +22,7 @@ class Sleeper:
     def __init__(self) -> None:
         self.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
         self.session = self.process.pid
+        self.processes = ProcessTree(self.session)
         self.seen: list[str] = []
 
     def run_block(self, lead_in: int, steps: int, one_by_one: bool) -> float:
@@ -64,3 +66,28 @@ def test_a_child_that_died_is_no_error_here(sleeper: Any) -> None:
     with AwakeInTurn(sleeper):
         sleeper.process.kill()
         sleeper.process.wait()
+
+
+def test_what_it_has_started_stands_still_too() -> None:
+    """A compiler in a process group of its own ran on while others were timed. One that was stopped before stays so."""
+    script = (
+        "import os, signal, subprocess, sys\n"
+        "own = subprocess.Popen(['sleep', '60'], process_group=0)\n"
+        "paused = subprocess.Popen(['sleep', '60'], process_group=0)\n"
+        "os.kill(paused.pid, signal.SIGSTOP)\n"
+        "print(own.pid, paused.pid, flush=True)\n"
+        "sys.stdin.read(); own.kill(); paused.kill()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as root:
+        assert root.stdout is not None
+        own, paused = map(int, root.stdout.readline().split())
+        assert settled(lambda: state_of(paused) == "T", paused) == "T"
+        processes = ProcessTree(root.pid)
+        processes.stop()
+        assert [settled(lambda pid=pid: state_of(pid) == "T", pid) for pid in (root.pid, own)] == ["T", "T"]  # type: ignore[misc]
+        processes.go_on()
+        assert "T" not in [settled(lambda pid=pid: state_of(pid) != "T", pid) for pid in (root.pid, own)]  # type: ignore[misc]
+        assert state_of(paused) == "T"
+        root.communicate("")

@@ -27,6 +27,12 @@ def tree(pid: int) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal, or has ended."""
+    state = _read(PROC / str(pid) / "stat").rpartition(")")[2].split()[:1]
+    return not state or state[0] in "TZX"
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of the tree below `pid`, in bytes. Pages shared with others count: a limit errs on their side."""
     return sum(_resident_of(process) for process in tree(pid))
