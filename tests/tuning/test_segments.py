@@ -233,6 +233,6 @@ def test_a_new_version_of_a_variant_is_tried_against_a_rebuilt_usual_library(
     events: list[Progress] = []
     name = PREFIX + "slower"
     (graph,) = tune(run.store, QUICK, candidates=(name,), progress=events.append).graphs
-    assert [event.stage for event in events if event.candidate == variants.USUAL] == ["build"]
+    assert [event.stage for event in events if event.candidate == variants.USUAL] == ["build", "verify"]
     assert next(a for a in graph.attempts if a.candidate == name).outcome is Outcome.OK
     assert graph.winner == PREFIX + "faster"  # as it was

@@ -105,9 +105,7 @@ class ArtifactCache:
         self.counters["hit" if isinstance(found, Artifact) else "failure hit"] += 1
         return found
 
-    def put(
-        self, key: str, text: str, library: Path, meta: Mapping[str, Any], program: Path | None = None
-    ) -> Artifact:
+    def put(self, key: str, text: str, library: Path, meta: Mapping[str, Any], program: Path | None = None) -> Artifact:
         """Store a compiled segment.
 
         Args:
@@ -205,4 +203,4 @@ def _write_entry(folder: Path, text: str, files: Mapping[str, Path], meta: Mappi
 def digest_of(path: Path) -> str:
     """SHA-256 of a file's content. Errors: OSError."""
     with path.open("rb") as file:
-        return hashlib.filedigest_of(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

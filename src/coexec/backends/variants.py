@@ -5,7 +5,7 @@ decision of Inductor that a cost model makes, and makes wrongly for some segment
 so before it is compiled.
 
 Left out on purpose, for the CPU backend of torch 2.13: matrix products by templates and prepacked weights (only for
-frozen weights), `unsafe-math` (a check on some inputs says nothing about infinities on others), and everything for GPUs.
+frozen weights), unsafe mathematics (a check on some inputs says nothing of infinities on others), and what is for GPUs.
 
 Another package adds its own with an entry point::
 
@@ -56,7 +56,7 @@ class Variant(Protocol):
 
     @property
     def name(self) -> str:
-        """Stored in decisions: letters, digits and dashes."""
+        """Stored in decisions: "coexec-segment-" and letters, digits and dashes."""
 
     @property
     def bakes_constants(self) -> bool:
@@ -115,7 +115,8 @@ class Compiled:
             shutil.copyfile(compiled.library, folder / LIBRARY)
             if (custom_ops := compiled.library.with_suffix(".json")).exists():
                 shutil.copyfile(custom_ops, folder / CUSTOM_OPS)
-        return {"compile_s": compiled.seconds, **compiled.facts}
+        # Live inputs come with the step that is to use it.
+        return {"verified": False, "compile_s": compiled.seconds, **compiled.facts}
 
     def load(self, program: SegmentProgram, number: int, folder: Path) -> Run:
         from coexec.backends.verify import load
@@ -167,8 +168,8 @@ def variants() -> dict[str, Variant]:
     """Everything that the tuner tries on a segment by name, in its order; without the usual library."""
     found: dict[str, Variant] = {}
     for variant in (*BUILT_IN, *_registered()):
-        if variant.name in (*found, USUAL):
-            log.warning("segment variant %r is registered twice; the first one is kept", variant.name)
+        if variant.name in found or not variant.name.startswith(f"{USUAL}-"):
+            log.warning("segment variant %r is left out: a name begins with %s- and is taken once", variant.name, USUAL)
         else:
             found[variant.name] = variant
     return found

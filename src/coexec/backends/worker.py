@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from coexec.backends.cache import Artifact, ArtifactCache, Failure
+from coexec.backends.cache import REFUSED, Artifact, ArtifactCache, Failure, digest_of
 from coexec.backends.key import hash_text, key_text
 from coexec.backends.leftovers import own_prefix, sweep
 from coexec.backends.snapshot import delete_snapshot
@@ -225,7 +225,8 @@ class CompileWorker:
     def _fail(self, job: _Job, kind: str, reason: str, remember: bool = True) -> None:
         failure = Failure(job.key, kind, reason)
         if remember:
-            failure = self.cache.put_failure(job.key, job.text, kind, reason)
+            facts = {} if job.library is None else {REFUSED: digest_of(job.library)}
+            failure = self.cache.put_failure(job.key, job.text, kind, reason, facts)
         self._finished.append(Finished(job.number, job.key, None, failure, None))
         self._clean(job)
 

@@ -2,8 +2,8 @@
 
 Started by :mod:`coexec.backends.worker` as `python -m coexec.backends.worker_main`. A job is
 `{"job": 3, "spec": path, "snapshots": [path, ...], "timed": bool, "library": path | null}`; the spec is one segment, or
-a list of observations of one at several sizes, each with its snapshot. A library that is given needs no compiling: it is
-the tuner's, and takes its place in the cache once it was right on the snapshots. An answer is `{"job": 3, "key": ..., "failure": null |
+a list of observations of one at several sizes, each with its snapshot. A library that is given is the tuner's: it needs
+no compiling and may be used once it was right on the snapshots. An answer is `{"job": 3, "key": ..., "failure": null |
 {"kind", "reason"}, "report": {...} | null}`. Answers go to the pipe that was stdout; whatever compilers print goes to
 stderr. The child ends, with its compilers, when its parent is gone.
 """

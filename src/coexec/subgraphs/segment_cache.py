@@ -65,11 +65,8 @@ class SegmentCache(ArtifactCache):
         if text is None or decision is None:
             self._publish_later(key, found)
             return found
-        if isinstance(found, Artifact) and _names(decision, found.meta.get(REFUSED)):
-            self.counters["wrong on live inputs"] += 1
-            self._store.forget_decision(decision)
-            self._publish_later(key, found)
-            return found
+        if found is not None and _names(decision, _refused(found)):
+            return self._without(decision, key, found)
         self._published.add(key)
         if decision.backend == REPLAY:
             return Failure(key, "slower", decision.reason)
@@ -132,6 +129,16 @@ class SegmentCache(ArtifactCache):
         decision = self._store.lookup(key, environment)
         return decision if decision is not None and decision.backend.startswith(BACKEND) else None
 
+    def _without(self, decision: Decision, key: str, found: Artifact | Failure) -> Artifact | Failure | None:
+        """The tuner's library was wrong on live inputs, or took the compile process with it: as if never tuned."""
+        self.counters["wrong on live inputs"] += 1
+        self._store.forget_decision(decision)
+        if isinstance(found, Failure):
+            self.forget(key)  # it is the library's failure, not the segment's
+            return None
+        self._publish_later(key, found)
+        return found
+
     def _serves(self, found: Artifact, decision: Decision) -> bool:
         """Whether the folder's library will do: the very one, or another machine's or process's usual one."""
         if decision.backend == BACKEND == found.meta.get("backend", BACKEND):
@@ -143,8 +150,7 @@ class SegmentCache(ArtifactCache):
         """Copy what the decision names into the folder; None, counted by the store, if it is missing or no good."""
         if not decision.artifacts or (folder := self._store.checkout(decision)) is None:
             return None
-        metadata = {"verified": False, **decision.options.get("metadata", {})}  # the tuner had no live inputs
-        meta = {**metadata, "backend": decision.backend, **_tuning(decision)}
+        meta = {**decision.options.get("metadata", {}), **_tuning(decision)}
         program = self._folder(key) / PROGRAM
         try:
             kept = program if program.exists() else None
@@ -161,9 +167,14 @@ def _names(decision: Decision, library: str | None) -> bool:
     return any(ref.name == LIBRARY and ref.digest == library for ref in decision.artifacts)
 
 
+def _refused(found: Artifact | Failure) -> str | None:
+    """Digest of the tuner's library that was no good here."""
+    return (found.meta if isinstance(found, Artifact) else found.facts).get(REFUSED)
+
+
 def _tuning(decision: Decision) -> dict[str, str]:
-    """What `step.explain()` says of the tuner's choice; nothing where it has made none."""
-    return {"tuned": decision.reason} if decision.options.get("tried") else {}
+    """The tuner's choice, and what `step.explain()` says of it; nothing where it has made none."""
+    return {"backend": decision.backend, "tuned": decision.reason} if decision.options.get("tried") else {}
 
 
 def key_of_segment(text: str) -> SubgraphKey:

@@ -7,6 +7,7 @@ usual library serves already. It is taken from the store; where a variant has ta
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 
 from coexec.backends import variants
 from coexec.backends.key import is_of_here
@@ -70,8 +71,9 @@ class SegmentTuning(GraphTuning):
         """The library that is compiled online, verified on the same inputs as the variants. Errors: UntunableError."""
         shop, program = self.shop, self.program
         try:
-            found = self._stored() or shop.shelf.find(self.name_on_shelf(variants.USUALLY)) or self._rebuilt()
-            return checked(found, program, shop.roster, self.facts.threads, shop.settings, self.left_s)
+            if (stored := self._stored()) is not None:
+                return checked(stored, program, shop.roster, self.facts.threads, shop.settings, self.left_s)
+            return shop.shelf.find(self.name_on_shelf(variants.USUALLY)) or self._rebuilt()
         except EndedError as error:
             raise UntunableError(f"its usual library cannot be timed: {error.outcome}: {error.detail}") from error
 
@@ -91,7 +93,6 @@ class SegmentTuning(GraphTuning):
 
     def _rebuilt(self) -> Prepared:
         with self.shop.shelf.workplace() as folder:
-            self.tell(USUAL, "build", None, None)
             found = super().built(variants.USUALLY, folder)
             if isinstance(found, Attempt):
                 raise EndedError(found.outcome, found.detail)
@@ -114,7 +115,5 @@ class SegmentTuning(GraphTuning):
     @staticmethod
     def _is_the_same(found: Prepared, usual: Prepared) -> bool:
         """Nothing is to be timed. A setting that reaches the compiler by its flags only leaves the code as it is."""
-        variant = variants.get(found.candidate)
-        if not getattr(variant, "changes_code", False):
-            return False
-        return found.metadata.get(CODE, "") == usual.metadata.get(CODE)
+        changes_code = getattr(variants.get(found.candidate), "changes_code", False)
+        return bool(changes_code) and found.metadata.get(CODE, "") == usual.metadata.get(CODE)

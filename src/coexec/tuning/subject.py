@@ -20,7 +20,7 @@ class Subject(Protocol):
         """Load from files, as whoever serves it will; return facts for timing. Errors: as `build`."""
 
     def verify(self) -> dict[str, Any]:
-        """Compare what is loaded with the ops as recorded, in float64 too: {"accepted", "problems", "worst", "wide"}."""
+        """Compare what is loaded with the ops as recorded: {"accepted", "problems", "worst", "wide": in float64}."""
 
     def begin(self) -> None:
         """Before the calls that are timed: inputs as recorded."""

@@ -72,7 +72,8 @@ class _Run:
         self.stopped = False
         self.telling = threading.Lock()
         chosen, for_segments = _chosen(settings.candidates), _chosen_variants(settings.candidates)
-        usable = [(c.name, c.availability()) for c in (*chosen, *for_segments)]
+        everything: list[Candidate | Variant] = [*chosen, *for_segments]
+        usable = [(c.name, c.availability()) for c in everything]
         self.unavailable = {name: availability.reason for name, availability in usable if not availability.usable}
         markers = Markers(_marks_of(store))
         threads = settings.threads or torch.get_num_threads()
