@@ -4,7 +4,7 @@ A variant is the same AOTInductor library for the same runtime, with other setti
 decision of Inductor that a cost model makes, and makes wrongly for some segments. One that cannot change a segment says
 so before it is compiled.
 
-Left out on purpose, for the CPU backend of torch 2.13: matrix products by templates and prepacked weights (only for
+Left out on purpose, for the CPU backend of torch 2.13: `mm` and `addmm` by templates and prepacked weights (only for
 frozen weights), unsafe mathematics (a check on some inputs says nothing of infinities on others), and what is for GPUs.
 
 Another package adds its own with an entry point::
@@ -244,9 +244,15 @@ BUILT_IN: tuple[Variant, ...] = (
     ),
     Compiled(
         f"{USUAL}-coarse",
-        "a loop is divided among threads from 8192 elements on: small loops wait for nobody",
+        "a loop is divided among threads only if each gets 4096 elements (512 as usual): small ones wait for nobody",
         {"cpp.min_chunk_size": 4096},
         refusal=_one_thread,
+    ),
+    Compiled(
+        f"{USUAL}-templates",
+        "batched matrix products by generated kernels with what follows fused in, where they beat the library's",
+        {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP,ATEN"},
+        needs=("aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum"),
     ),
     Compiled(
         f"{USUAL}-fma",

@@ -93,7 +93,7 @@ class _Run:
 
     def run(self) -> TuneReport:
         """All graphs."""
-        graphs = _selected(self.shop.store, self.settings)
+        graphs = selected(self.shop.store, self.settings)
         numbered = list(enumerate(graphs))
         self.shop.shelf.sweep()
         with contextlib.closing(self.nursery):
@@ -156,7 +156,7 @@ def _chosen_variants(names: Sequence[str] | None) -> list[Variant]:
     return [variant for name, variant in variants.variants().items() if names is None or name in names]
 
 
-def _selected(store: Store, settings: TuneSettings) -> list[SubgraphInfo]:
+def selected(store: Store, settings: TuneSettings) -> list[SubgraphInfo]:
     """Stored graphs and segments with a program, last used first, for which one of the candidates is meant.
 
     A segment's key names its environment: one of another environment is nothing to be tuned here, unless it is asked
