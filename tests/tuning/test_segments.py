@@ -5,6 +5,7 @@ One library is compiled for all of it, and kept between runs of the tests.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from coexec.backends import variants
 from coexec.backends.cache import REFUSED, Artifact, ArtifactCache, Failure
 from coexec.backends.key import artifact_key, environment, key_text
 from coexec.backends.segment_program import SegmentProgram, observe, write_program
+from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Decision, Outcome
 from coexec.subgraphs.key import key_of_text
 from coexec.subgraphs.location import private_location
@@ -230,6 +232,7 @@ def test_a_new_version_of_a_variant_is_tried_against_a_rebuilt_usual_library(
 ) -> None:
     """A variant has taken its place in the store."""
     monkeypatch.setenv("PLANTED_VERSION", "2")
+    shutil.rmtree(private_cache_dir("tuning") / "prepared", ignore_errors=True)  # by an earlier run of this test
     events: list[Progress] = []
     name = PREFIX + "slower"
     (graph,) = tune(run.store, QUICK, candidates=(name,), progress=events.append).graphs
