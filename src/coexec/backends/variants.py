@@ -45,7 +45,7 @@ REPLAY = f"{USUAL}-replay"
 LIBRARY, CUSTOM_OPS = "segment.so", "segment.json"
 
 CODE = "code"
-"""Fact of a compiled segment: digest of the generated code."""
+"""Fact of a compiled segment: digest of the generated code, and of how it was compiled."""
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 """Takes a segment's inputs in order; returns what an artifact returns."""
@@ -88,7 +88,6 @@ class Compiled:
     needs: tuple[str, ...] = ()  # beginnings of op names, one of which a segment must have
     refusal: Callable[[SegmentSpec], str] = lambda spec: ""  # why it cannot change this segment
     machine: Callable[[], str] = lambda: ""  # why it cannot change anything here
-    changes_code: bool = True  # the generated code shows the change; otherwise only flags of the C++ compiler do
 
     @property
     def bakes_constants(self) -> bool:
@@ -215,7 +214,6 @@ BUILT_IN: tuple[Variant, ...] = (
         "vectors of 256 bits: shorter tails of short rows, and processors that slow down at 512",
         {"cpp.simdlen": 256},
         machine=_no_wide_vectors,
-        changes_code=False,
     ),
     Compiled(
         f"{USUAL}-contiguous",
@@ -258,7 +256,6 @@ BUILT_IN: tuple[Variant, ...] = (
         f"{USUAL}-fma",
         "products and sums become one instruction, which rounds once; checked against float64 as all others are",
         {"cpp.enable_floating_point_contract_flag": "fast"},
-        changes_code=False,
     ),
     Replay(),
 )

@@ -54,7 +54,7 @@ class SegmentTuning(GraphTuning):
         """Built and verified. Errors: UntunableError if not even the usual library is right on such inputs."""
         usual = self.usual
         found = super().built(candidate, folder)
-        if isinstance(found, Prepared) and self._is_the_same(found, usual):
+        if isinstance(found, Prepared) and found.metadata.get(CODE, "") == usual.metadata.get(CODE):
             return Attempt(
                 candidate.name, Outcome.UNAVAILABLE, "the compiler writes the same code as usual", build_s=found.build_s
             )
@@ -111,9 +111,3 @@ class SegmentTuning(GraphTuning):
         facts = self.facts
         found = self.shop.store.decisions(facts.subgraph)
         return next((decision for decision in found if decision.environment == facts.environment.digest), None)
-
-    @staticmethod
-    def _is_the_same(found: Prepared, usual: Prepared) -> bool:
-        """Nothing is to be timed. A setting that reaches the compiler by its flags only leaves the code as it is."""
-        changes_code = getattr(variants.get(found.candidate), "changes_code", False)
-        return bool(changes_code) and found.metadata.get(CODE, "") == usual.metadata.get(CODE)
