@@ -93,7 +93,7 @@ class SegmentCache(ArtifactCache):
         decision = Decision(
             subgraph=key.digest,
             environment=environment.digest,
-            backend=BACKEND,
+            backend=artifact.meta.get("backend", BACKEND),
             options={"metadata": dict(artifact.meta)},
             artifacts=tuple(ref for ref in refs if ref is not None),
             reason=note,
@@ -143,7 +143,11 @@ class SegmentCache(ArtifactCache):
         """Whether the folder's library will do: the very one, or another machine's or process's usual one."""
         if decision.backend == BACKEND == found.meta.get("backend", BACKEND):
             return True
-        sums = json.loads((found.library.parent / SUMS).read_text())
+        try:
+            sums = json.loads((found.library.parent / SUMS).read_text())
+        except OSError as error:  # another process replaces the entry at this moment
+            self.counters[f"not compared: {type(error).__name__}"] += 1
+            return True
         return _names(decision, sums[LIBRARY])
 
     def _from_store(self, key: str, text: str, decision: Decision) -> Artifact | None:
@@ -151,10 +155,9 @@ class SegmentCache(ArtifactCache):
         if not decision.artifacts or (folder := self._store.checkout(decision)) is None:
             return None
         meta = {**decision.options.get("metadata", {}), **_tuning(decision)}
-        program = self._folder(key) / PROGRAM
         try:
-            kept = program if program.exists() else None
-            artifact = self.put(key, text, folder / LIBRARY, meta, kept)
+            program = self._folder(key) / PROGRAM
+            artifact = self.put(key, text, folder / LIBRARY, meta, program if program.exists() else None)
         except (CacheWriteError, CacheFolderError) as error:
             self.counters[f"unusable: {error}"] += 1
             return Artifact(key, folder / LIBRARY, meta)
