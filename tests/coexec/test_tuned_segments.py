@@ -52,7 +52,7 @@ def explained_by_a_new_process() -> tuple[str, dict[str, int]]:
     segments._worker = CompileWorker(cache)
     step = coexec.compile(climbing_back)
     for i in range(60):
-        x = torch.randn(256, 256, generator=torch.Generator().manual_seed(i))
+        x = torch.randn(16, 16, generator=torch.Generator().manual_seed(i))
         torch.testing.assert_close(step(x), x + 1.0, rtol=1e-4, atol=1e-4)
         if i in (20, 40):
             assert step.wait_compiled(300)
@@ -69,12 +69,11 @@ def segment_of(store: Store) -> SubgraphInfo:
     return info
 
 
-def test_the_next_process_adopts_what_was_tuned_and_a_bad_library_ends_in_the_usual_one(store: Store) -> None:
+def test_the_next_process_adopts_what_was_tuned(store: Store) -> None:
     explained, _ = explained_by_a_new_process()
     assert "inductor" in explained
     assert "tuned" not in explained
     digest = segment_of(store).digest
-
     (graph,) = tune(store, QUICK, candidates=(PREFIX + "compiled",)).graphs
     assert graph.subgraph == digest
     assert graph.winner == PREFIX + "compiled"
@@ -85,7 +84,7 @@ def test_the_next_process_adopts_what_was_tuned_and_a_bad_library_ends_in_the_us
     assert f"(tuned: {PREFIX}compiled:" in explained  # at once: it was right on live inputs here
     assert "from the store" not in counted
 
-    (graph,) = tune(store, QUICK, candidates=(PREFIX + "faster",), retune=True).graphs  # its library is garbage
+    (graph,) = tune(store, QUICK, candidates=(PREFIX + "faster",)).graphs  # its library is garbage
     assert graph.winner == PREFIX + "faster"
     explained, _ = explained_by_a_new_process()
     assert "inductor" in explained

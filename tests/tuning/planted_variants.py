@@ -59,7 +59,7 @@ class Planted:
         if self.behaviour == "refuses":
             raise CandidateError(self.name, "this op is beyond me")
         if self.behaviour == "compiled":
-            return variants.Compiled(self.name, settings={"cpp.simdlen": 1}).build(program, folder)
+            return variants.Compiled(self.name, settings={"realize_cpu_opcount_threshold": 20}).build(program, folder)
         (folder / variants.LIBRARY).write_bytes(GARBAGE)
         return {"verified": False}
 
