@@ -84,6 +84,11 @@ def test_the_next_process_adopts_what_was_tuned(store: Store) -> None:
     assert f"(tuned: {PREFIX}compiled:" in explained  # at once: it was right on live inputs here
     assert "from the store" not in counted
 
+
+@pytest.mark.slow
+def test_a_library_that_does_not_load_ends_in_the_usual_one(store: Store) -> None:
+    explained_by_a_new_process()
+    digest = segment_of(store).digest
     (graph,) = tune(store, QUICK, candidates=(PREFIX + "faster",)).graphs  # its library is garbage
     assert graph.winner == PREFIX + "faster"
     explained, _ = explained_by_a_new_process()
