@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from coexec.backends.key import key_text
 from coexec.cli.app import PROBLEM, USAGE
 from coexec.subgraphs import tables
-from coexec.subgraphs.entries import Outcome
+from coexec.subgraphs.entries import Decision, Outcome
+from coexec.subgraphs.segment_cache import environment_of_segments, key_of_segment
 from coexec.subgraphs.store import Store
 from coexec.subgraphs.trust import Keyring
+from tests.backends.test_spec import small_spec
 from tests.cli.conftest import Run
 from tests.subgraphs.samples import HERE, decision, key, measurement, publish, tuned
 
@@ -82,6 +85,16 @@ def test_show_prints_decisions_attempts_and_environments(run: Run, store: Store)
 def test_show_why_says_what_differs_here(run: Run, store: Store) -> None:
     tuned(store, key("relu"))
     assert "torch: 2.13.0 ->" in run("db", "show", key("relu").digest, "--why", "--json").json()["lookup_here"]
+
+
+def test_show_why_finds_what_the_tuner_chose_for_a_segment(run: Run, store: Store) -> None:
+    text = key_text(small_spec())
+    store.put_subgraph(key_of_segment(text))
+    here = environment_of_segments()
+    reason = "coexec-segment-fma: 1.083x of coexec-segment's 3.1 ms"
+    store.decide(Decision(key_of_segment(text).digest, here.digest, "coexec-segment-fma", reason=reason), here)
+    found = run("db", "show", key_of_segment(text).digest, "--why", "--json").json()["lookup_here"]
+    assert found == f"coexec-segment-fma: {reason}"
 
 
 @pytest.mark.parametrize(("prefix", "status", "words"), [("zz", PROBLEM, "coexec db list"), ("", USAGE, "more digits")])

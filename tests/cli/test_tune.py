@@ -98,6 +98,11 @@ def test_an_unknown_backend_is_wrong_usage(run: Run, tuner: PlantedTuner) -> Non
     assert tuner.asked == {}
 
 
+def test_variants_of_segments_are_candidates_too(run: Run, tuner: PlantedTuner) -> None:
+    assert run("tune", "--candidates", "coexec-segment-fma,eager").status == 0
+    assert tuner.asked["candidates"] == ("coexec-segment-fma", "eager")
+
+
 def test_a_subgraph_that_is_not_stored_is_a_problem(run: Run, tuner: PlantedTuner) -> None:
     tuner.report = TuneReport((), {}, 0.1)
     answer = run("tune", "feed")

@@ -3,6 +3,7 @@
 One folder per key, `segments/<2 digits>/<key>/`, holds either a compiled segment or the reason why there is none:
 
     segment.so, segment.json   the library and its list of custom ops (the latter only if it has some)
+    program.json               the segment itself with its inputs described, for the tuner (if it was checked on some)
     key.txt                    what the key is the hash of
     meta.json                  {"verified": ..., "report": ...} or {"failure": {"kind": ..., "reason": ...}}
     SHA256SUMS                 digest of every other file
@@ -32,8 +33,12 @@ from coexec.errors import CacheFolderError, CoexecError
 LIBRARY = "segment.so"
 CUSTOM_OPS = "segment.json"
 META = "meta.json"
+PROGRAM = "program.json"
 KEY_TEXT = "key.txt"
 SUMS = "SHA256SUMS"
+
+REFUSED = "refused"
+"""Entry of meta.json: digest of the tuner's library that was wrong on live inputs, so that this one was compiled."""
 
 REPLACE_TRIES = 20
 
@@ -51,7 +56,12 @@ class Artifact:
 
     key: str
     library: Path  # for AOTIModelContainerRunnerCpu; the list of custom ops lies beside it
-    meta: Mapping[str, Any] = field(default_factory=dict)  # JSON: verified, report, facts of the compiler
+    meta: Mapping[str, Any] = field(default_factory=dict)  # JSON: verified, report, facts of the compiler, "tuned"
+
+    @property
+    def is_checked(self) -> bool:
+        """It was right on live inputs, on this machine. The tuner has only inputs that are like them."""
+        return bool(self.meta.get("verified", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class ArtifactCache:
         self.counters["hit" if isinstance(found, Artifact) else "failure hit"] += 1
         return found
 
-    def put(self, key: str, text: str, library: Path, meta: Mapping[str, Any]) -> Artifact:
+    def put(self, key: str, text: str, library: Path, meta: Mapping[str, Any], program: Path | None = None) -> Artifact:
         """Store a compiled segment.
 
         Args:
@@ -103,12 +113,14 @@ class ArtifactCache:
             text: what `key` is the hash of.
             library: the .so; a list of custom ops beside it, under the same name with .json, is stored too.
             meta: JSON facts for :attr:`Artifact.meta`.
+            program: the segment with its inputs described (see :mod:`coexec.backends.segment_program`).
 
         Raises:
             CacheWriteError: the folder is unusable or full; nothing half-written is left behind.
         """
         custom_ops = library.with_suffix(".json")
         files = {LIBRARY: library} | ({CUSTOM_OPS: custom_ops} if custom_ops.exists() else {})
+        files |= {} if program is None else {PROGRAM: program}
         self._publish(key, text, files, meta)
         return Artifact(key, self._folder(key) / LIBRARY, dict(meta))
 
@@ -136,7 +148,7 @@ class ArtifactCache:
         folder = self._folder(key)
         sums = json.loads((folder / SUMS).read_text())
         for name in (META, *(n for n in sums if n != META)):
-            if _digest(folder / name) != sums[name]:
+            if digest_of(folder / name) != sums[name]:
                 raise ValueError(f"{name} was altered")
         meta = json.loads((folder / META).read_text())
         if (failure := meta.get("failure")) is not None:
@@ -185,9 +197,10 @@ def _write_entry(folder: Path, text: str, files: Mapping[str, Path], meta: Mappi
     (folder / KEY_TEXT).write_text(text)
     (folder / META).write_text(json.dumps(dict(meta), indent=1, sort_keys=True))
     names = sorted([*files, KEY_TEXT, META])
-    (folder / SUMS).write_text(json.dumps({name: _digest(folder / name) for name in names}, indent=1))
+    (folder / SUMS).write_text(json.dumps({name: digest_of(folder / name) for name in names}, indent=1))
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file's content. Errors: OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

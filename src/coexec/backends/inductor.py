@@ -7,10 +7,11 @@ compiler run on it directly, as they would on a graph of torch.compile.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ from coexec.backends.trim import without_input_checks
 
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
 
+AS_USUAL: Mapping[str, Any] = {}
+"""No settings but those of :func:`options`: what co-execution compiles while a step runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
@@ -46,7 +50,7 @@ class Compiled:
     library: Path  # the .so; the list of custom ops lies beside it under the same name with .json
     code: str  # generated C++ of the wrapper, for checks and for people
     seconds: float  # wall time of lowering and compilation
-    facts: dict[str, Any] = field(default_factory=dict)  # small JSON facts: node counts, places of publishes
+    facts: dict[str, Any] = field(default_factory=dict)  # small JSON facts: node counts, places of publishes, "code"
 
 
 def options(spec: SegmentSpec, folder: Path) -> dict[str, Any]:
@@ -66,30 +70,38 @@ def options(spec: SegmentSpec, folder: Path) -> dict[str, Any]:
 
 def _before_scheduling(graph: Graph) -> None:
     """Our passes over the optimized graph."""
-    prefer_channels_last(graph)
+    if config.layout_optimization:
+        prefer_channels_last(graph)
     place_publishes(graph)
 
 
-def compile_segment(spec: SegmentSpec, folder: Path) -> Compiled:
+def compile_segment(spec: SegmentSpec, folder: Path, settings: Mapping[str, Any] = AS_USUAL) -> Compiled:
     """Compile `spec` into `folder`, which exists and is empty.
+
+    Args:
+        spec: the segment.
+        folder: where the compiler works and leaves the library.
+        settings: of `torch._inductor.config`, in place of the usual ones (a variant of the tuner).
 
     Raises:
         NotLowerableError: an op cannot be compiled, with the reason.
         PublishLostError: the generated code does not publish what the segment says.
         Exception: whatever Inductor or the C++ compiler raises.
     """
-    return _compile(spec, folder, None)
+    return _compile(spec, folder, None, settings)
 
 
-def compile_symbolic(spec: SymbolicSpec, folder: Path) -> Compiled:
+def compile_symbolic(spec: SymbolicSpec, folder: Path, settings: Mapping[str, Any] = AS_USUAL) -> Compiled:
     """Compile a segment for many sizes. `facts["guards"]` of the result says for which it is valid.
+
+    Arguments as for :func:`compile_segment`.
 
     Raises:
         NotExpressibleError: what the compiler assumed of sizes cannot be checked, or not all observed ones satisfy it.
         Exception: as :func:`compile_segment`.
     """
     symbolic = Symbolic(spec)
-    compiled = _compile(spec.observed[0], folder, symbolic)
+    compiled = _compile(spec.observed[0], folder, symbolic, settings)
     guards = guards_of(symbolic.env, symbolic.numbers)
     for at in zip(*spec.values, strict=True):
         if not holds(guards, at):
@@ -98,17 +110,23 @@ def compile_symbolic(spec: SymbolicSpec, folder: Path) -> Compiled:
     return compiled
 
 
-def _compile(spec: SegmentSpec, folder: Path, symbolic: Symbolic | None) -> Compiled:
+def _compile(spec: SegmentSpec, folder: Path, symbolic: Symbolic | None, settings: Mapping[str, Any]) -> Compiled:
     start = time.perf_counter()
     register_publish()
-    with config.patch(options(spec, folder)):
+    with config.patch({**options(spec, folder), **settings}):
         graph = lower(spec, select_decomp_table(), symbolic)
         nodes = len(graph.graph.nodes)
         library = Path(_compile_graph(graph))
     code = next(folder.glob("*.wrapper.cpp")).read_text()
     places = check_generated_code(code, [p.channel for p in spec.publishes], _adopt_custom_ops(folder, library))
-    facts = {"nodes": nodes, "publish_places": places}
+    facts = {"nodes": nodes, "publish_places": places, "code": _digest_of_code(code, folder)}
     return Compiled(library, code, time.perf_counter() - start, facts)
+
+
+def _digest_of_code(code: str, folder: Path) -> str:
+    """The same for libraries that are the same: the compiler's commands, which name the kernels' files by the digest of
+    their content, stand at the end of the wrapper. Only the folder differs from one compilation to the next."""
+    return hashlib.sha256(code.replace(str(folder), "").encode()).hexdigest()
 
 
 def _adopt_custom_ops(folder: Path, library: Path) -> dict[str, Any]:

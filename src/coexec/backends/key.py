@@ -21,10 +21,12 @@ LOWERING_FILES = (
 """Our code that decides what an artifact computes and how: a change of one of them makes new keys."""
 
 
+BEGINNING = "coexec-segment 1\n"
+
+
 def key_text(spec: SegmentSpec | SymbolicSpec) -> str:
     """The text that is hashed: kept beside the hash, so that a miss can be explained."""
-    entries = "".join(f"{name}: {value}\n" for name, value in environment().items())
-    return f"coexec-segment 1\n{entries}{spec.text() if isinstance(spec, SymbolicSpec) else canonical_text(spec)}"
+    return f"{_beginning_here()}{spec.text() if isinstance(spec, SymbolicSpec) else canonical_text(spec)}"
 
 
 def artifact_key(spec: SegmentSpec | SymbolicSpec) -> str:
@@ -35,6 +37,20 @@ def artifact_key(spec: SegmentSpec | SymbolicSpec) -> str:
 def hash_text(text: str) -> str:
     """The key of a segment whose :func:`key_text` is `text`."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_segment(text: str) -> bool:
+    """Whether a key's text is that of a segment."""
+    return text.startswith(BEGINNING)
+
+
+def is_of_here(text: str) -> bool:
+    """Whether a segment's text names the environment of this process: only here can its library be made."""
+    return text.startswith(_beginning_here())
+
+
+def _beginning_here() -> str:
+    return BEGINNING + "".join(f"{name}: {value}\n" for name, value in environment().items())
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from coexec.backends.cache import Artifact, ArtifactCache, Failure
+from coexec.backends.cache import REFUSED, Artifact, ArtifactCache, Failure, digest_of
 from coexec.backends.key import hash_text, key_text
 from coexec.backends.leftovers import own_prefix, sweep
 from coexec.backends.snapshot import delete_snapshot
@@ -62,6 +62,7 @@ class _Job:
     spec_path: Path | None  # None if the answer is known already
     snapshots: tuple[Path, ...]
     timed: bool
+    library: Path | None = None  # compiled already, to be checked on the snapshots
     started_s: float = 0.0
 
 
@@ -100,7 +101,8 @@ class CompileWorker:
         Args:
             spec: what to compile.
             snapshot: live inputs to check on (see :mod:`coexec.backends.snapshot`); removed when the job ends. Without
-                one the artifact is stored unchecked.
+                one the artifact is stored unchecked. A library that is known, and that nobody has checked here, is
+                checked on them, and the usual one compiled if it is wrong.
             timed: also time the artifact against the recorded ops.
         """
         return self._submit(key_text(spec), dumps(spec), () if snapshot is None else (snapshot,), timed)
@@ -122,7 +124,10 @@ class CompileWorker:
         with self._lock:
             self._next += 1
             job = _Job(self._next, key, key_text, None, snapshots, timed)
-            if known is not None:
+            if isinstance(known, Artifact) and not known.is_checked and snapshots:
+                job.library = known.library
+                self._enqueue(job, text)
+            elif known is not None:
                 self._finish_known(job, known)
             else:
                 self._enqueue(job, text)
@@ -220,7 +225,8 @@ class CompileWorker:
     def _fail(self, job: _Job, kind: str, reason: str, remember: bool = True) -> None:
         failure = Failure(job.key, kind, reason)
         if remember:
-            failure = self.cache.put_failure(job.key, job.text, kind, reason)
+            facts = {} if job.library is None else {REFUSED: digest_of(job.library)}
+            failure = self.cache.put_failure(job.key, job.text, kind, reason, facts)
         self._finished.append(Finished(job.number, job.key, None, failure, None))
         self._clean(job)
 
@@ -322,6 +328,7 @@ class _Child:
             "spec": str(job.spec_path),
             "snapshots": [str(snapshot) for snapshot in job.snapshots],
             "timed": job.timed,
+            "library": None if job.library is None else str(job.library),
         }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -1,8 +1,9 @@
 """The compile child: reads one job per line on stdin, compiles, checks and stores it, answers one line.
 
 Started by :mod:`coexec.backends.worker` as `python -m coexec.backends.worker_main`. A job is
-`{"job": 3, "spec": path, "snapshots": [path, ...], "timed": bool}`; the spec is one segment, or a list of observations
-of one at several sizes, each with its snapshot. An answer is `{"job": 3, "key": ..., "failure": null |
+`{"job": 3, "spec": path, "snapshots": [path, ...], "timed": bool, "library": path | null}`; the spec is one segment, or
+a list of observations of one at several sizes, each with its snapshot. A library that is given is the tuner's: it needs
+no compiling and may be used once it was right on the snapshots. An answer is `{"job": 3, "key": ..., "failure": null |
 {"kind", "reason"}, "report": {...} | null}`. Answers go to the pipe that was stdout; whatever compilers print goes to
 stderr. The child ends, with its compilers, when its parent is gone.
 """
@@ -105,13 +106,43 @@ def _serve(job: dict[str, Any]) -> dict[str, Any]:
         form = json.loads(Path(job["spec"]).read_text())
         spec = unify([from_json(observed) for observed in form]) if isinstance(form, list) else from_json(form)
         key, text = artifact_key(spec), key_text(spec)
-        answer = _compile_and_store(job, spec, key, text, ArtifactCache())
+        refused, answer = _check_and_store(job, spec, key, text, ArtifactCache())
+        answer = answer or _compile_and_store(job, spec, key, text, ArtifactCache(), refused)
     except Exception as error:
         return {"job": job["job"], "key": "", "failure": _failure("compile error", error), "report": None}
     return {"job": job["job"], "key": key, **answer}
 
 
-def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cache: Any) -> dict[str, Any]:
+def _check_and_store(
+    job: dict[str, Any], spec: Any, key: str, text: str, cache: Any
+) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """Check the library that is given on live inputs, and note in the cache that it was right.
+
+    Returns ({}, the answer), or, where there is none or it is no good, (why not, for the usual library's entry; None).
+    """
+    from coexec.backends.cache import PROGRAM, REFUSED, Artifact, digest_of
+
+    if job.get("library") is None:
+        return {}, None
+    library = Path(job["library"])
+    try:
+        live = _live_inputs(job)
+        report = _check(job, spec, library, live)
+        known, program = cache.get(key), library.with_name(PROGRAM)
+        if report is not None and report["accepted"] and isinstance(known, Artifact):
+            meta = {**known.meta, "verified": True, "report": report}
+            cache.put(key, text, known.library, meta, program if program.exists() else None)
+            return {}, {"failure": None, "report": report}
+        return {REFUSED: digest_of(library)}, None
+    except Exception as error:  # a library that does not load, or raises
+        print(f"the tuner's library is not used: {type(error).__name__}: {error}", file=sys.stderr)
+        return {REFUSED: digest_of(library)}, None
+
+
+def _compile_and_store(
+    job: dict[str, Any], spec: Any, key: str, text: str, cache: Any, facts: dict[str, str]
+) -> dict[str, Any]:
+    from coexec.backends.cache import PROGRAM
     from coexec.backends.expressions import NotExpressibleError
     from coexec.backends.fed import NotLowerableError
     from coexec.backends.inductor import compile_segment, compile_symbolic
@@ -128,24 +159,51 @@ def _compile_and_store(job: dict[str, Any], spec: Any, key: str, text: str, cach
             return _refuse(cache, key, text, {"kind": "not lowerable", "reason": str(error)})
         except Exception as error:
             return _refuse(cache, key, text, _failure("compile error", error))
-        report = _check(job, spec, compiled.library)
+        live = _live_inputs(job)
+        report = _check(job, spec, compiled.library, live)
         if report is not None and not report["accepted"]:
             return _refuse(cache, key, text, {"kind": "wrong", "reason": "; ".join(report["problems"][:5])}, report)
         meta = {"verified": report is not None, "report": report, "compile_s": compiled.seconds, **compiled.facts}
-        cache.put(key, text, compiled.library, meta)
+        program, reason = _program(spec, live, Path(scratch) / PROGRAM)
+        cache.put(key, text, compiled.library, {**meta, **reason, **facts}, program)
     return {"failure": None, "report": report}
 
 
-def _check(job: dict[str, Any], spec: Any, library: Path) -> dict[str, Any] | None:
-    """Verify on the snapshots, if there are some: the report of the first that finds a problem, or else of the last."""
+def _live_inputs(job: dict[str, Any]) -> list[tuple[list[Any], Any]]:
+    """Per snapshot the inputs and the generator's state."""
     from coexec.backends.snapshot import read_snapshot
+
+    return [read_snapshot(Path(snapshot)) for snapshot in job["snapshots"]]
+
+
+def _observed(spec: Any) -> Any:
     from coexec.backends.symbolic import SymbolicSpec
+
+    return spec.observed if isinstance(spec, SymbolicSpec) else (spec,)
+
+
+def _program(spec: Any, live: list[tuple[list[Any], Any]], path: Path) -> tuple[Path | None, dict[str, str]]:
+    """The segment for the tuner, written to `path`; None, and an entry that says why, if it cannot be stored."""
+    from coexec.backends.candidates.program import ProgramError
+    from coexec.backends.segment_program import SegmentProgram, observe, write_program
+
+    passes = _observed(spec)
+    if len(live) < len(passes):
+        return None, {"not_tunable": "it was compiled without live inputs"}
+    try:
+        observed = (observe(one, inputs) for one, (inputs, _) in zip(passes, live, strict=False))
+        write_program(SegmentProgram(tuple(observed)), path)
+    except ProgramError as error:
+        return None, {"not_tunable": str(error)}
+    return path, {}
+
+
+def _check(job: dict[str, Any], spec: Any, library: Path, live: list[tuple[list[Any], Any]]) -> dict[str, Any] | None:
+    """Verify on the live inputs, if there are some: the report of the first that finds a problem, or of the last."""
     from coexec.backends.verify import verify
 
     report: dict[str, Any] | None = None
-    observed = spec.observed if isinstance(spec, SymbolicSpec) else (spec,)
-    for one, snapshot in zip(observed, job["snapshots"], strict=False):
-        inputs, generator_state = read_snapshot(Path(snapshot))
+    for one, (inputs, generator_state) in zip(_observed(spec), live, strict=False):
         report = verify(one, library, inputs, generator_state, timed=bool(job.get("timed", True))).to_json()
         if not report["accepted"]:
             break

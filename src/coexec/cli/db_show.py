@@ -62,12 +62,17 @@ def _lookup_here(store: Store, info: SubgraphInfo) -> str:
     """What serving would find in this environment, whatever the weights. A graph's custom ops must be loaded."""
     import torch
 
+    from coexec.backends.key import is_segment
     from coexec.subgraphs.errors import UnkeyableGraphError
     from coexec.subgraphs.key import SubgraphKey
+    from coexec.subgraphs.segment_cache import environment_of_segments
     from coexec.tuning.identity import custom_ops_of_text, environment_of
 
     try:
-        environment = environment_of(custom_ops_of_text(info.text), torch.get_num_threads())
+        if is_segment(info.text):
+            environment = environment_of_segments()
+        else:
+            environment = environment_of(custom_ops_of_text(info.text), torch.get_num_threads())
     except UnkeyableGraphError as error:
         return f"not known here: {error}"
     for decision in readable_decisions(info.digest):

@@ -36,10 +36,11 @@ SHOWN = 16
 @click.option("--ray", "with_ray", is_flag=True, help="Spread over a Ray cluster; COEXEC_STORE names the store.")
 @json_option
 def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: Any) -> int:
-    """Find the fastest right backend for every stored subgraph.
+    """Find the fastest right backend for every stored subgraph, and the fastest library for co-execution's segments.
 
     Each attempt runs in processes of its own; wrong, crashing, hanging and memory-eating backends are skipped and
     reported. Every finished attempt is in the store at once: stop at any time (Ctrl-C), the next run goes on.
+    A segment's speedup is over the library that co-execution compiles by itself, a graph's over eager.
     SUBGRAPHS are beginnings of digests as `coexec db list` prints them; default: all that are not decided here.
 
     Exit status 1 if a subgraph could not be tuned for another reason than the budget.
@@ -81,9 +82,10 @@ def failed_graphs(report: TuneReport) -> list[GraphReport]:
 
 def _check_candidates(names: tuple[str, ...]) -> None:
     from coexec.backends.candidates.registry import candidates
+    from coexec.backends.variants import variants
     from coexec.errors import did_you_mean
 
-    known = candidates()
+    known = {**candidates(), **variants()}
     for name in names:
         if name not in known:
             raise click.UsageError(
@@ -139,7 +141,10 @@ def _print(report: TuneReport) -> None:
         for graph in report.graphs
     ]
     if not rows:
-        print_line("Nothing to tune. torch.compile(model, backend='coexec') stores the graphs that it meets.")
+        print_line(
+            "Nothing to tune. torch.compile(model, backend='coexec') stores the graphs that it meets, "
+            "@coexec.compile the segments that it compiles."
+        )
     else:
         print_table(("subgraph", "winner", "speedup", "tried", "note", "why"), rows, right=("speedup", "tried"))
         print_line()

@@ -297,7 +297,8 @@ class SegmentManager:
         segment.versions.append(version)
         known = compile_worker().cache.get(artifact_key(version.spec))
         if isinstance(known, Artifact):
-            self._load(segment, version, known)
+            if known.is_checked:  # otherwise it is, on live inputs, before it takes over
+                self._load(segment, version, known)
         elif isinstance(known, Failure):
             self._stay(segment, version, f"{known.kind}: {known.reason}")
 
@@ -445,6 +446,7 @@ class SegmentManager:
             self._stay(segment, version, f"the artifact does not load: {error}")
             return
         version.state, version.reason = State.COMPILED, ""
+        version.tuned = str(artifact.meta.get("tuned", ""))
         if version.symbolic is not None:  # nobody has waited for those whose shapes have not come again
             segment.versions = [v for v in segment.versions if v.state is not State.DESCRIBED]
 

@@ -49,6 +49,7 @@ class Version:
     state: State = State.DESCRIBED
     reason: str = ""
     job: int = -1
+    tuned: str = ""  # what the offline tuner has found for it, in words; "" if it has not tried
 
     @property
     def spec(self) -> Any:
@@ -60,6 +61,7 @@ class Version:
         native = self.native
         text = f"{self._shapes()}: {self.state.value}"
         text += f" ({self.reason})" if self.reason else ""
+        text += f" (tuned: {self.tuned})" if self.tuned and self.state is State.COMPILED else ""
         text += f", {native.runs} compiled runs" if native.runs else ""
         if self.state is State.COMPILED and not native.trial and native.compiled_s:
             compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)

@@ -54,7 +54,7 @@ class Decision:
     constants: str = ""  # constants_digest of the weights baked into the artifacts, "" if none are
     options: Mapping[str, Any] = field(default_factory=dict)  # plain JSON: the recipe to rebuild the artifacts
     artifacts: tuple[ArtifactRef, ...] = ()  # empty: rebuild from `options` (or nothing to load)
-    speedup: float | None = None  # eager's median over this backend's, as the tuner measured it
+    speedup: float | None = None  # eager's (of a segment: the usual library's) median over this backend's, as measured
     reason: str = ""  # one line for people: why this backend
     decided_s: float = 0.0  # time of day
 
@@ -101,7 +101,7 @@ class Measurement:
     median_s: float | None = None  # per call; None unless OK
     spread_s: float | None = None  # interquartile range
     samples: int = 0
-    eager_s: float | None = None  # eager's median in the same session
+    eager_s: float | None = None  # eager's (of a segment: the usual library's) median in the same session
     compile_s: float | None = None
     measured_s: float = 0.0  # time of day
     id: str = ""  # unique; the store gives one to an empty id, an import keeps it

@@ -6,7 +6,7 @@ Each step that fails ends the attempt with an outcome that blames the candidate;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,25 @@ def prepare(
             built = asked(child, question, min(settings.attempt_s, left_s()))
         _make_read_only(folder)
         stage("verify")
-        with roster.child(candidate) as child:
-            question = load_question(program, candidate, folder, built["metadata"], threads)
-            asked(child, question, min(settings.attempt_s, left_s()))
-            seen = _verified(child, min(settings.attempt_s, left_s()))
+        whole = Prepared(candidate, folder, built["metadata"], built["seconds"], "")
+        return checked(whole, program, roster, threads, settings, left_s)
     except EndedError as ended:
         return Attempt(candidate, ended.outcome, ended.detail, build_s=built.get("seconds"))
-    return Prepared(candidate, folder, built["metadata"], built["seconds"], seen)
+
+
+def checked(
+    built: Prepared,
+    program: Path,
+    roster: Roster,
+    threads: int,
+    settings: TuneSettings,
+    left_s: Callable[[], float],
+) -> Prepared:
+    """Load what was built in a fresh child and verify it. Errors: EndedError blames the candidate."""
+    with roster.child(built.candidate) as child:
+        question = load_question(program, built.candidate, built.folder, built.metadata, threads)
+        asked(child, question, min(settings.attempt_s, left_s()))
+        return replace(built, seen=_verified(child, min(settings.attempt_s, left_s())))
 
 
 def asked(child: Child, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:

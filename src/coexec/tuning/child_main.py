@@ -26,8 +26,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from coexec.backends.candidates.candidate import Runner
-    from coexec.backends.candidates.program import Program
+    from coexec.tuning.subject import Subject
 
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 0.5
@@ -52,8 +51,7 @@ class Server:
     """What this child has loaded."""
 
     def __init__(self) -> None:
-        self._program: Program | None = None
-        self._run: Runner | None = None
+        self._subject: Subject | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked. Every Python error is an answer."""
@@ -77,77 +75,59 @@ class Server:
 
     def describe(self, question: dict[str, Any]) -> dict[str, Any]:
         """What decisions about the program are keyed by, besides its graph."""
-        from coexec.tuning.identity import constants_digests, shape_class_of
-        from coexec.tuning.program_file import load_program
-
-        program = load_program(Path(question["program"]))
-        inside, baked = constants_digests(program)
-        return {"shape_class": shape_class_of(program.inputs), "inside": inside, "baked": baked}
+        return self._opened(question).describe()
 
     def build(self, question: dict[str, Any]) -> dict[str, Any]:
         """Compile into files."""
-        candidate, program = self._prepare(question)
+        subject = self._opened(question)
         folder, threads = Path(question["folder"]), int(question["threads"])
         start_s = time.perf_counter()
-        metadata = candidate.build(program, folder, threads=threads, budget_s=float(question["budget_s"]))
+        metadata = subject.build(question["candidate"], folder, threads, float(question["budget_s"]))
         return {"metadata": dict(metadata), "seconds": time.perf_counter() - start_s}
 
     def load(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Load from files, as a serving process will; eager as a user has it."""
-        from coexec.tuning.fast_eager import fast_program
-
-        candidate, program = self._prepare(question)
+        """Load from files, as a serving process will."""
+        subject = self._opened(question)
         folder, threads = Path(question["folder"]), int(question["threads"])
         start_s = time.perf_counter()
-        if candidate.name == "eager":
-            self._run = fast_program(program)
-        else:
-            self._run = candidate.load(folder, question["metadata"], program, threads=threads)
-        self._program = program
-        return {"seconds": time.perf_counter() - start_s, "static_inputs": len(program.static_inputs)}
+        facts = subject.load(question["candidate"], folder, question["metadata"], threads)
+        self._subject = subject
+        return {"seconds": time.perf_counter() - start_s, **facts}
 
     def verify(self, _question: dict[str, Any]) -> dict[str, Any]:
-        """Compare with eager on several inputs and repeated calls."""
-        from coexec.tuning.inputs import input_sets
-        from coexec.tuning.verify import verify
-
-        program, run = self._loaded()
-        return verify(program, run, input_sets(program)).to_json()
+        """Compare with the ops as recorded."""
+        return self._loaded().verify()
 
     def time(self, question: dict[str, Any]) -> dict[str, Any]:
         """Seconds per call."""
         import torch
 
-        program, run = self._loaded()
-        inputs = program.inputs
+        subject = self._loaded()
         with torch.no_grad():
+            subject.begin()
             for _ in range(question["lead_in"]):
-                run(*inputs)
+                subject.call()
             if question["one_by_one"]:
-                return {"seconds": median(_call_s(run, inputs) for _ in range(question["calls"]))}
+                return {"seconds": median(_call_s(subject) for _ in range(question["calls"]))}
             start_s = time.perf_counter()
             for _ in range(question["calls"]):
-                run(*inputs)
+                subject.call()
             return {"seconds": (time.perf_counter() - start_s) / question["calls"]}
 
-    def _prepare(self, question: dict[str, Any]) -> tuple[Any, Program]:
-        import torch
+    def _opened(self, question: dict[str, Any]) -> Subject:
+        from coexec.tuning.subject import open_subject
 
-        from coexec.backends.candidates.registry import get
-        from coexec.tuning.program_file import load_program
+        return open_subject(Path(question["program"]))
 
-        torch.set_num_threads(int(question["threads"]))
-        return get(question["candidate"]), load_program(Path(question["program"]))
-
-    def _loaded(self) -> tuple[Program, Runner]:
-        if self._program is None or self._run is None:
+    def _loaded(self) -> Subject:
+        if self._subject is None:
             raise RuntimeError("nothing is loaded; ask for load first")
-        return self._program, self._run
+        return self._subject
 
 
-def _call_s(run: Runner, inputs: tuple[Any, ...]) -> float:
+def _call_s(subject: Subject) -> float:
     start_s = time.perf_counter()
-    run(*inputs)
+    subject.call()
     return time.perf_counter() - start_s
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from coexec.backends.candidates.candidate import Candidate
+from coexec.backends.variants import Variant
 from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.errors import StoreError, TrustError, UnkeyableGraphError
@@ -25,7 +26,7 @@ from coexec.tuning.report import AttemptReport, GraphReport
 from coexec.tuning.roster import Roster
 from coexec.tuning.settings import PREPARE, TIME, TuneSettings
 from coexec.tuning.shelf import Shelf
-from coexec.tuning.standing import Facts, Standing, earlier_report, known_facts, options_digest, read_standing
+from coexec.tuning.standing import Facts, Standing, Tried, earlier_report, known_facts, options_digest, read_standing
 from coexec.tuning.timing import EAGER, EagerSide, Track
 
 MIN_ATTEMPT_S = 1.0
@@ -48,7 +49,8 @@ class Workshop:
     roster: Roster
     shelf: Shelf
     settings: TuneSettings
-    candidates: Sequence[Candidate]  # usable here, without eager
+    candidates: Sequence[Candidate]  # for graphs: usable here, without eager
+    variants: Sequence[Variant]  # for co-execution's segments: usable here
     only_eager: bool  # nothing else was asked for
     threads: int
     deadline_s: Callable[[], float]  # monotonic time at which the run is out of budget, or is to stop
@@ -56,36 +58,49 @@ class Workshop:
 
 def tune_graph(shop: Workshop, info: SubgraphInfo, tell: Tell) -> GraphReport:
     """Tune one graph. Whatever is wrong with it is in the report. Errors: StoreError."""
+
+    def tuning() -> GraphReport:
+        program, facts = _facts(shop, info)
+        return GraphTuning(shop, info, program, facts, tell, shop.candidates).run()
+
+    return claimed(shop, info, tuning)
+
+
+def claimed(shop: Workshop, info: SubgraphInfo, tuning: Callable[[], GraphReport]) -> GraphReport:
+    """What `tuning` reports, while no other tuner works on the same. Errors: StoreError."""
     with shop.markers.claimed(f"graph {info.digest}") as mine:
         if not mine:
             return GraphReport(info.digest, info.note, reason="another tuner works on it")
         try:
-            program, facts = _facts(shop, info)
-            return _Tuning(shop, info, program, facts, tell).run()
+            return tuning()
         except (UntunableError, UnkeyableGraphError, ChildError) as error:
             return GraphReport(info.digest, info.note, reason=str(error))
 
 
 def _facts(shop: Workshop, info: SubgraphInfo) -> tuple[Path, Facts]:
     """The program's file and what its decisions are keyed by; a child reads the program where nobody has yet."""
-    program = _program(shop.store, info)
-    if program is None:
-        raise UntunableError("its program is not stored; run the model once with mode='collect'")
+    program = stored_program(shop.store, info, "run the model once with mode='collect'")
     environment = environment_of(custom_ops_of_text(info.text), shop.threads)
     known = known_facts(shop.store, info.digest, info.program, environment, shop.threads)
     return program, known or _described(shop, info, program, environment)
 
 
-def _program(store: Store, info: SubgraphInfo) -> Path | None:
-    """The stored program. One that is damaged or not trusted concerns its graph, not the run."""
+def stored_program(store: Store, info: SubgraphInfo, otherwise: str) -> Path:
+    """The stored program. One that is damaged or not trusted concerns its graph, not the run.
+
+    `otherwise`: what to do about a missing one. Errors: UntunableError, StoreError.
+    """
     try:
-        return store.program(info.digest)
+        program = store.program(info.digest)
     except TrustError as error:
         raise UntunableError(str(error)) from error
     except StoreError as error:
         if not error.reason.startswith("artifact"):
             raise
-        raise UntunableError(f"{error}; run the model once with mode='collect'") from error
+        raise UntunableError(f"{error}; {otherwise}") from error
+    if program is None:
+        raise UntunableError(f"its program is not stored; {otherwise}")
+    return program
 
 
 def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: Environment) -> Facts:
@@ -104,11 +119,20 @@ def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: E
     )
 
 
-class _Tuning:
+class GraphTuning:
     """The tuning of one graph: every pending candidate is prepared, then all that are prepared are timed together."""
 
-    def __init__(self, shop: Workshop, info: SubgraphInfo, program: Path, facts: Facts, tell: Tell) -> None:
+    def __init__(
+        self,
+        shop: Workshop,
+        info: SubgraphInfo,
+        program: Path,
+        facts: Facts,
+        tell: Tell,
+        candidates: Sequence[Tried],
+    ) -> None:
         self.shop, self.info, self.program, self.facts, self.tell = shop, info, program, facts, tell
+        self.candidates = candidates
         self.standing: Standing = read_standing(shop.store, facts, anew=shop.settings.retune)
         self.attempts = [earlier_report(name, entry) for name, entry in self.standing.tried.items()]
         self.prepared: dict[str, Prepared] = {}
@@ -119,7 +143,7 @@ class _Tuning:
         only = self.shop.settings.only
         self.take_from_shelf()
         if only != TIME:
-            for candidate in self.standing.pending(self.shop.candidates):
+            for candidate in self.standing.pending(self.candidates):
                 if candidate.name not in self.prepared and self.left_s() >= MIN_ATTEMPT_S:
                     self.prepare_one(candidate)
         if only != PREPARE and self.prepared:
@@ -134,21 +158,21 @@ class _Tuning:
 
     def take_from_shelf(self) -> None:
         """What an earlier run prepared and nobody has timed."""
-        for candidate in self.shop.candidates:
-            found = self.shop.shelf.find(self._name(candidate))
+        for candidate in self.candidates:
+            found = self.shop.shelf.find(self.name_on_shelf(candidate))
             if found is not None:
                 self.prepared[candidate.name] = found
 
-    def prepare_one(self, candidate: Candidate) -> None:
+    def prepare_one(self, candidate: Tried) -> None:
         """Build and verify; put away what is good, commit what is not. Marked while it is in progress."""
         short_of_time = self.left_s() < self.shop.settings.attempt_s
         with self.shop.shelf.workplace() as folder, self._marked(candidate.name) as deaths:
             if deaths >= DEATHS:
                 ended: Prepared | Attempt = _blamed(candidate.name, deaths)
             else:
-                ended = self._prepared(candidate, folder)
+                ended = self.built(candidate, folder)
             if isinstance(ended, Prepared):
-                self.prepared[candidate.name] = self.shop.shelf.put(self._name(candidate), ended)
+                self.prepared[candidate.name] = self.shop.shelf.put(self.name_on_shelf(candidate), ended)
                 self.tell(candidate.name, "prepared", None, None)
             elif ended.outcome is not Outcome.TIMEOUT or not short_of_time:
                 self.commit(candidate, ended, folder)
@@ -156,17 +180,17 @@ class _Tuning:
 
     def time_all(self) -> None:
         """Time the prepared ones together; one by one where tuners died of that often, to find out by which."""
-        candidates = [c for c in self.shop.candidates if c.name in self.prepared]
+        candidates = [c for c in self.candidates if c.name in self.prepared]
         with self._marked("all together") as deaths:
             groups = [candidates] if deaths < DEATHS else [[candidate] for candidate in candidates]
-            track = self._track()
+            track = self.track()
             try:
                 for group in groups:
                     self.time_group(track, group, alone=len(groups) > 1)
             finally:
                 track.eager.close()
 
-    def time_group(self, track: Track, group: Sequence[Candidate], *, alone: bool) -> None:
+    def time_group(self, track: Track, group: Sequence[Tried], *, alone: bool) -> None:
         """Time these and commit what comes out. Errors: UntunableError if eager itself cannot run the graph."""
         prepared = [self.prepared[candidate.name] for candidate in group]
         with self._marked(f"{group[0].name} alone" if alone else "") as deaths:
@@ -178,9 +202,9 @@ class _Tuning:
                 raise UntunableError(str(error)) from error
         for candidate, attempt in zip(group, attempts, strict=True):
             self.commit(candidate, attempt, self.prepared.pop(candidate.name).folder)
-            self.shop.shelf.drop(self._name(candidate))
+            self.shop.shelf.drop(self.name_on_shelf(candidate))
 
-    def commit(self, candidate: Candidate, attempt: Attempt, folder: Path) -> None:
+    def commit(self, candidate: Tried, attempt: Attempt, folder: Path) -> None:
         """The attempt is over: into the store. Errors: StoreError."""
         self.standing.commit(self.shop.store, candidate, attempt, folder)
         self.attempts = [a for a in self.attempts if a.candidate != candidate.name] + [_report_of(attempt)]
@@ -196,7 +220,7 @@ class _Tuning:
             attempts=tuple(self.attempts),
             winner=best.backend if decided else "",
             speedup=best.speedup if decided else None,
-            complete=decided and not self.standing.pending(self.shop.candidates),
+            complete=decided and not self.standing.pending(self.candidates),
             reason=self._reason(best.reason if decided else self._why_nothing()),
             prepared=tuple(self.prepared),
         )
@@ -207,18 +231,20 @@ class _Tuning:
 
     def _why_nothing(self) -> str:
         """Why no candidate was tried."""
-        if self.shop.candidates:
+        if self.candidates:
             return "nothing was tried: no time was left"
         return "nothing was tried: no candidate can be used here (`coexec doctor` says why); nothing was decided"
 
-    def _prepared(self, candidate: Candidate, folder: Path) -> Prepared | Attempt:
+    def built(self, candidate: Tried, folder: Path) -> Prepared | Attempt:
+        """Built into `folder` and verified; an Attempt says how that failed."""
         shop = self.shop
         stage = partial(self._tell_stage, candidate.name)
         return prepare(
             candidate.name, self.program, folder, shop.roster, self.facts.threads, shop.settings, self.left_s, stage
         )
 
-    def _track(self) -> Track:
+    def track(self) -> Track:
+        """Where the prepared ones are timed, and against what."""
         shop, threads = self.shop, self.facts.threads
         eager = EagerSide(shop.roster, self.program, threads, shop.settings.attempt_s)
         return Track(self.program, eager, shop.roster, threads, shop.settings, self.left_s)
@@ -226,7 +252,7 @@ class _Tuning:
     def _tell_stage(self, candidate: str, stage: str) -> None:
         self.tell(candidate, stage, None, None)
 
-    def _name(self, candidate: Candidate) -> str:
+    def name_on_shelf(self, candidate: Tried) -> str:
         """Of a prepared candidate on the shelf: everything that its files depend on."""
         facts = self.facts
         return " ".join([facts.subgraph, facts.program, facts.environment.digest, facts.shape_class, candidate.name,

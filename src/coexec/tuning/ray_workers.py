@@ -50,10 +50,9 @@ def tune_with_ray(settings: TuneSettings, *, store: Store | None = None, address
 
 def shares_of(store: Store, settings: TuneSettings) -> list[dict[str, Any]]:
     """One task per stored graph with a program: plain data, so that any version of Ray can carry it."""
-    wanted = settings.subgraphs
-    digests = [info.digest for info in store.subgraphs() if info.program]
-    if wanted is not None:
-        digests = [digest for digest in digests if any(digest.startswith(prefix) for prefix in wanted)]
+    from coexec.tuning.tuner import selected
+
+    digests = [info.digest for info in selected(store, settings)]
     limits = dataclasses.asdict(settings)
     return [{"settings": {**limits, "subgraphs": [digest], "workers": 1}} for digest in digests]
 

@@ -11,15 +11,29 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from coexec.backends.candidates.candidate import Candidate
 from coexec.subgraphs.entries import ArtifactRef, Decision, Measurement, Outcome, canonical_json
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.store import Store
 from coexec.tuning.attempt import Attempt
 from coexec.tuning.report import AttemptReport
 from coexec.tuning.timing import EAGER
+
+
+class Tried(Protocol):
+    """What is tried: a candidate backend on a graph, or a variant on a segment."""
+
+    @property
+    def name(self) -> str:
+        """Stored in decisions."""
+
+    @property
+    def bakes_constants(self) -> bool:
+        """The artifact's files hold values of static inputs."""
+
+    def options_in_key(self) -> Mapping[str, object]:
+        """Plain JSON: whatever changes the artifact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,9 @@ class Facts:
     def stored(self) -> dict[str, str]:
         """What a decision keeps, so that a later run need not read the program again."""
         return {"program": self.program, "inside": self.inside, "baked": self.baked}
+
+
+T = TypeVar("T", bound=Tried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +76,11 @@ class Standing:
     plain: Best = field(default_factory=Best)
     tried: dict[str, dict[str, Any]] = field(default_factory=dict)  # candidate -> {"options": digest, "outcome": ...}
 
-    def pending(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def pending(self, candidates: Iterable[T]) -> list[T]:
         """Those that have not been tried with their options of now."""
         return [c for c in candidates if self.tried.get(c.name, {}).get("options") != options_digest(c)]
 
-    def commit(self, store: Store, candidate: Candidate, attempt: Attempt, folder: Path) -> None:
+    def commit(self, store: Store, candidate: Tried, attempt: Attempt, folder: Path) -> None:
         """Take a finished attempt in: artifacts, decisions, measurement, in this order. Errors: StoreError."""
         self.tried[candidate.name] = tried_entry(candidate, attempt)
         timing = attempt.timing
@@ -82,7 +99,7 @@ class Standing:
         for constants, best in rows.items():
             store.decide(self._decision(best, constants), self.facts.environment)
 
-    def _classes(self, candidate: Candidate) -> Sequence[str]:
+    def _classes(self, candidate: Tried) -> Sequence[str]:
         holds_weights = candidate.bakes_constants and self.facts.baked != self.facts.inside
         return ("best",) if holds_weights else ("best", "plain")
 
@@ -100,7 +117,7 @@ class Standing:
             reason=best.reason,
         )
 
-    def _measurement(self, candidate: Candidate, attempt: Attempt) -> Measurement:
+    def _measurement(self, candidate: Tried, attempt: Attempt) -> Measurement:
         timing = attempt.timing
         return Measurement(
             subgraph=self.facts.subgraph,
@@ -142,12 +159,12 @@ def read_standing(store: Store, facts: Facts, *, anew: bool = False) -> Standing
     return Standing(facts, _best_of(best), _best_of(plain), tried)
 
 
-def options_digest(candidate: Candidate) -> str:
+def options_digest(candidate: Tried) -> str:
     """Short digest of what changes the candidate's artifact."""
     return hashlib.sha256(canonical_json(dict(candidate.options_in_key())).encode()).hexdigest()[:16]
 
 
-def tried_entry(candidate: Candidate, attempt: Attempt) -> dict[str, Any]:
+def tried_entry(candidate: Tried, attempt: Attempt) -> dict[str, Any]:
     """What a decision remembers of an attempt."""
     entry: dict[str, Any] = {
         "options": options_digest(candidate), "outcome": attempt.outcome.value, "detail": attempt.detail[:300],
@@ -164,21 +181,26 @@ def earlier_report(name: str, entry: Mapping[str, Any]) -> AttemptReport:
     return AttemptReport(name, outcome, detail, speedup=ratio[0], low=ratio[1], high=ratio[2], before=True)
 
 
-def _winner(store: Store, candidate: Candidate, attempt: Attempt, folder: Path) -> Best:
+def _winner(store: Store, candidate: Tried, attempt: Attempt, folder: Path) -> Best:
     """Publish the files and describe the winner. Errors: StoreError; ValueError for file names that are none."""
-    refs = []
-    for file in sorted(folder.iterdir()):
-        digest = store.put_artifact(file)
-        assert digest is not None, "the tuner's store is strict"
-        refs.append(ArtifactRef(file.name, digest, file.stat().st_size))
     assert attempt.timing is not None
     return Best(
         backend=candidate.name,
         speedup=attempt.timing.ratio,
         reason=f"{candidate.name}: {attempt.detail}",
         options={"build": dict(candidate.options_in_key()), "metadata": dict(attempt.metadata)},
-        artifacts=tuple(refs),
+        artifacts=published(store, folder),
     )
+
+
+def published(store: Store, folder: Path) -> tuple[ArtifactRef, ...]:
+    """The files of `folder`, put into the store. Errors: StoreError; ValueError for file names that are none."""
+    refs = []
+    for file in sorted(folder.iterdir()):
+        digest = store.put_artifact(file)
+        assert digest is not None, "the tuner's store is strict"
+        refs.append(ArtifactRef(file.name, digest, file.stat().st_size))
+    return tuple(refs)
 
 
 def _best_of(decision: Decision) -> Best:

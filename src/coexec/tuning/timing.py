@@ -34,23 +34,35 @@ SETTLE_S = 0.004
 
 
 class EagerSide:
-    """The child that runs eager on one graph, started when the first candidate is to be timed."""
+    """The child that runs eager on one graph, started when the first candidate is to be timed.
 
-    def __init__(self, roster: Roster, program: Path, threads: int, timeout_s: float) -> None:
+    `usual`: runs in place of eager, where that is not what the candidates are measured against.
+    """
+
+    def __init__(
+        self, roster: Roster, program: Path, threads: int, timeout_s: float, usual: Prepared | None = None
+    ) -> None:
         self._roster, self._program, self._threads, self._timeout_s = roster, program, threads, timeout_s
+        self._usual = usual or Prepared(EAGER, Path("."), {}, 0.0, "")
         self._stack = contextlib.ExitStack()
         self._child: Child | None = None
 
     def child(self) -> Child:
         """The loaded child. Errors: ChildError, RuntimeError if eager itself cannot run the graph."""
         if self._child is None:
-            child = self._stack.enter_context(self._roster.child(EAGER))
-            question = load_question(self._program, EAGER, Path("."), {}, self._threads)
+            usual = self._usual
+            child = self._stack.enter_context(self._roster.child(usual.candidate))
+            question = load_question(self._program, usual.candidate, usual.folder, usual.metadata, self._threads)
             answer = child.ask(question, timeout_s=self._timeout_s)
             if not answer["ok"]:
-                raise RuntimeError(f"eager cannot run this graph: {answer['reason']}")
+                raise RuntimeError(f"{self.name} cannot run this graph: {answer['reason']}")
             self._child = child
         return self._child
+
+    @property
+    def name(self) -> str:
+        """What runs in it, for people."""
+        return self._usual.candidate
 
     def lost(self) -> None:
         """The child died: the next question starts another."""
@@ -109,6 +121,7 @@ class Track:
     threads: int
     settings: TuneSettings
     left_s: Callable[[], float]  # seconds that timing may still take; the fewest rounds are made in any case
+    serving_s: float = SERVING_S  # per call, that serving takes around a candidate and not around the eager side
 
     def timed(self, prepared: Sequence[Prepared]) -> list[Attempt]:
         """Time all of `prepared`, in this order. Errors: RuntimeError if eager cannot run the graph; ChildError."""
@@ -143,7 +156,7 @@ class Track:
     def _load(self, candidate: Prepared, child: Child) -> _Loaded:
         question = load_question(self.program, candidate.candidate, candidate.folder, candidate.metadata, self.threads)
         answer = asked(child, question, self.settings.attempt_s)
-        return _Loaded(candidate, child, SERVING_S + SERVING_PER_STATIC_INPUT_S * answer["static_inputs"])
+        return _Loaded(candidate, child, self.serving_s + SERVING_PER_STATIC_INPUT_S * answer["static_inputs"])
 
     def _race(self, loaded: Sequence[_Loaded]) -> dict[str, Attempt]:
         """The timing made while others took the least of the machine. Errors: _CandidateFailedError, ChildError."""
@@ -182,7 +195,7 @@ class Track:
     def _measured(self, candidate: Prepared, timing: Timing, busy: float) -> Attempt:
         words = f"; the machine was busy ({busy:.1f} cores)" if busy > self.settings.busy_cores else ""
         return Attempt(
-            candidate.candidate, Outcome.OK, f"{timing}; {candidate.seen}{words}", timing,
+            candidate.candidate, Outcome.OK, f"{timing.against(self.eager.name)}; {candidate.seen}{words}", timing,
             candidate.build_s, candidate.metadata, busy,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`tune`: finds the fastest right candidate for every stored graph that is not decided yet, within a budget."""
+"""`tune`: finds the fastest right candidate for every stored graph and segment not decided yet, within a budget."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from coexec.backends import variants
 from coexec.backends.candidates import registry
 from coexec.backends.candidates.candidate import Candidate
+from coexec.backends.key import is_of_here, is_segment
+from coexec.backends.variants import Variant
 from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.store import Store
@@ -24,6 +27,7 @@ from coexec.tuning.markers import Markers
 from coexec.tuning.nursery import Nursery
 from coexec.tuning.report import GraphReport, Progress, TuneReport
 from coexec.tuning.roster import Roster
+from coexec.tuning.segment_tuner import tune_segment
 from coexec.tuning.settings import PREPARE, TuneSettings
 from coexec.tuning.shelf import Shelf
 
@@ -37,7 +41,7 @@ def tune(
     progress: Listener | None = None,
     **limits: Any,
 ) -> TuneReport:
-    """Tune every stored graph that is not decided in this environment; resume where an earlier run ended.
+    """Tune every stored graph and segment that is not decided in this environment; resume where an earlier run ended.
 
     Args:
         store: default: the store of the settings. It is used as a strict one.
@@ -67,8 +71,10 @@ class _Run:
         self.start_s = time.monotonic()
         self.stopped = False
         self.telling = threading.Lock()
-        chosen = _chosen(settings.candidates)
-        self.unavailable = {c.name: a.reason for c in chosen if not (a := c.availability()).usable}
+        chosen, for_segments = _chosen(settings.candidates), _chosen_variants(settings.candidates)
+        everything: list[Candidate | Variant] = [*chosen, *for_segments]
+        usable = [(c.name, c.availability()) for c in everything]
+        self.unavailable = {name: availability.reason for name, availability in usable if not availability.usable}
         markers = Markers(_marks_of(store))
         threads = settings.threads or torch.get_num_threads()
         self.nursery = Nursery(threads, beside_others=settings.only == PREPARE)
@@ -79,14 +85,15 @@ class _Run:
             shelf=Shelf(private_cache_dir("tuning") / "prepared"),
             settings=settings,
             candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
-            only_eager=all(is_eager(c) for c in chosen),
+            variants=[v for v in for_segments if v.name not in self.unavailable],
+            only_eager=bool(chosen) and all(is_eager(c) for c in chosen),
             threads=threads,
             deadline_s=self.deadline_s,
         )
 
     def run(self) -> TuneReport:
         """All graphs."""
-        graphs = _selected(self.shop.store, self.settings.subgraphs)
+        graphs = selected(self.shop.store, self.settings)
         numbered = list(enumerate(graphs))
         self.shop.shelf.sweep()
         with contextlib.closing(self.nursery):
@@ -120,7 +127,7 @@ class _Run:
         if time.monotonic() > self.deadline_s():
             return GraphReport(info.digest, info.note, reason="the budget was spent before its turn")
         tell("", "start", None, None)
-        report = tune_graph(self.shop, info, tell)
+        report = (tune_segment if is_segment(info.text) else tune_graph)(self.shop, info, tell)
         tell("", "done", None, report.speedup)
         return report
 
@@ -138,13 +145,31 @@ def _strict(store: Store | None) -> Store:
 
 
 def _chosen(names: Sequence[str] | None) -> list[Candidate]:
-    return list(registry.candidates().values()) if names is None else [registry.get(name) for name in names]
+    """Candidates for graphs."""
+    if names is None:
+        return list(registry.candidates().values())
+    return [registry.get(name) for name in names if name not in variants.variants()]
 
 
-def _selected(store: Store, prefixes: Sequence[str] | None) -> list[SubgraphInfo]:
-    """Stored graphs with a program, last used first."""
+def _chosen_variants(names: Sequence[str] | None) -> list[Variant]:
+    """Variants of segments."""
+    return [variant for name, variant in variants.variants().items() if names is None or name in names]
+
+
+def selected(store: Store, settings: TuneSettings) -> list[SubgraphInfo]:
+    """Stored graphs and segments with a program, last used first, for which one of the candidates is meant.
+
+    A segment's key names its environment: one of another environment is nothing to be tuned here, unless it is asked
+    for and so is to be heard of.
+    """
+    names, prefixes = settings.candidates, settings.subgraphs
+    for_segments = bool(_chosen_variants(names))
+    for_graphs = names is None or not for_segments or bool(_chosen(names))
     found = [info for info in store.subgraphs() if info.program]
-    return found if prefixes is None else [i for i in found if any(i.digest.startswith(prefix) for prefix in prefixes)]
+    found = [info for info in found if (for_segments if is_segment(info.text) else for_graphs)]
+    if prefixes is not None:
+        return [info for info in found if any(info.digest.startswith(prefix) for prefix in prefixes)]
+    return [info for info in found if not is_segment(info.text) or is_of_here(info.text)]
 
 
 def _marks_of(store: Store) -> Path:

@@ -65,7 +65,11 @@ class Timing:
         return self.high < TIE
 
     def __str__(self) -> str:
-        return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}] of eager's {self.eager_s * 1e3:.3f} ms"
+        return self.against("eager")
+
+    def against(self, name: str) -> str:
+        """In words, where `name` is what the candidate was timed against."""
+        return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}] of {name}'s {self.eager_s * 1e3:.3f} ms"
 
 
 def time_by_turns(
