@@ -1,13 +1,13 @@
-"""Does `torch.compile` pay at all for this module? Found out on its own calls, so that serving is never slower than eager.
+"""Does `torch.compile` pay for this module? Found out on its own calls, so that serving is never slower than eager.
 
 Dynamo's guards and wrappers take 10 to 100 us a call, whatever runs behind them: more than a small model computes, and
-no tuner sees it, because it times graphs. So a `Gate` stands in front of the compiled module. At first calls go through
-to Dynamo. Once nothing is compiled or chosen any more, some go to the plain module instead, by turns, and all are timed;
-where plain eager was faster it serves from then on, for inputs of these sizes, and Dynamo is not asked any more.
+no tuner sees it, because it times graphs. So a `Gate` stands in front of the compiled module. First calls go through to
+Dynamo. Once nothing is compiled or chosen any more, some go to the plain module instead, by turns, and all are timed.
+Where plain eager was faster it serves from then on, for inputs of these sizes, and Dynamo is not asked any more.
 
 Plain eager is always right, so a verdict that is out of date costs only speed. There is a gate in front of modules, and
-for calls with gradients off: of a training step the forward alone would be timed. A function under `torch.compile` is
-called by its wrapper's own address, in front of which nothing can be put.
+for calls with gradients off: of a training step the forward alone would be timed. Of a function under `torch.compile`
+the user holds Dynamo's wrapper itself, in front of which nothing can be put.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _part(value: Any) -> Any:
 
 
 changes = 0
-"""How often something was compiled or chosen in this process: a call in which that happens tells nothing of its speed."""
+"""How often something was compiled or chosen in this process; a call in which that happens tells nothing of speed."""
 
 
 def changed() -> None:
@@ -252,7 +252,7 @@ def changed() -> None:
 
 
 def _is_default_stance() -> bool:
-    """Under another one (`torch.compiler.set_stance`, and within a co-executed step) the wrapper may run plain Python."""
+    """Under another one (`torch.compiler.set_stance`; also in a co-executed step) the wrapper may run plain Python."""
     stance = getattr(eval_frame, "_stance", None)
     return stance is None or (stance.stance == "default" and stance.backend is None)
 

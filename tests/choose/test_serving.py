@@ -1,4 +1,4 @@
-"""The gate in front of a module under `torch.compile`: whatever is faster on its own calls serves, plain eager or not."""
+"""The gate in front of a module under `torch.compile`: whatever is faster on its own calls serves."""
 
 from __future__ import annotations
 
