@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,5 +267,13 @@ def _describe_field(field: dataclasses.Field[Any], title: str) -> str:
     return f"  {title}\n      {meta['help']}\n      ({'; '.join(facts)})"
 
 
+def _print_described() -> None:
+    """To stdout; a reader that has seen enough (`| head`) is no error, also not when Python flushes at exit."""
+    try:
+        print(describe(), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
-    print(describe())
+    _print_described()

@@ -241,6 +241,10 @@ def test_hooks_of_the_module_run_either_way(store: Store, monkeypatch: pytest.Mo
     calls = until_decided(run, x) + 1
     run(x)
     assert len(seen) == calls + 1
+    outer: list[int] = []
+    run.register_forward_pre_hook(lambda module, args: outer.append(1))
+    assert torch.equal(run(x), climb(x))
+    assert (len(outer), len(seen)) == (1, calls + 2)
 
 
 def test_a_verdict_ends_with_what_was_compiled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
