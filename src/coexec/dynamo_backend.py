@@ -6,7 +6,8 @@
 
 AOTAutograd makes functional graphs (inference; or forward and backward of a training step), and each is looked up on
 its own. A region of which no graph has a faster backend runs as Dynamo's own graph from its second call on: as with
-`backend="eager"`. Nothing is compiled in this process, and no trouble of the store or a backend reaches the user.
+`backend="eager"`. A module that plain eager serves faster than all this, guards included, is left to it (`serving.py`).
+Nothing is compiled in this process, and no trouble of the store or a backend reaches the user.
 """
 
 from __future__ import annotations

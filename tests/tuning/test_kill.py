@@ -64,6 +64,22 @@ def test_twenty_kills_lose_nothing(tmp_path: Path, planted_folder: Path) -> None
     finish(store, planted_folder)
 
 
+def test_ctrl_c_ends_the_tuner_and_all_it_started(
+    tmp_path: Path, planted_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_BUILD_S", "600")
+    tuner = start_tuner(store_with(tmp_path, climbing(32)), ("planted-slow-build",), planted_folder)
+    assert tuner.stdout is not None
+    while tuner.stdout.readline().strip() != "build":
+        assert tuner.poll() is None
+    processes = tree(tuner.pid)
+    assert len(processes) > 2, "the nursery, and in it the child that builds"
+    tuner.send_signal(signal.SIGINT)
+    tuner.communicate(timeout=60)
+    assert tuner.returncode not in (0, -signal.SIGKILL)
+    assert_gone(processes)
+
+
 def test_an_attempt_that_takes_tuners_down_is_left_out(tmp_path: Path) -> None:
     from coexec.tuning import tune
     from coexec.tuning.identity import environment_of
