@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, trace_rules
 
 from coexec import choose
 from coexec.config import settings
@@ -34,7 +34,7 @@ ORIGINAL = "_torchdynamo_orig_callable"
 """Dynamo's name, on a wrapper, for what it wraps."""
 
 GATE = "_coexec_gate"
-"""Where a gate is found: on its function, and in the module that `torch.compile` returned."""
+"""Where a gate is found: on its function."""
 
 SETTLED_CALLS = 8  # through Dynamo without any choosing, before the trial; libraries time their own first calls
 LEAD_IN_S = 0.003  # uncounted at the begin of a turn, one call at least: the other side's threads may still spin
@@ -141,7 +141,8 @@ class Gate:
 
     def _timed(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call whose time counts, unless another one is being timed (by another thread, or around this one)."""
-        if len(self.trials) >= MAX_SIGNATURES or not _is_default_stance() or not self.timing.acquire(blocking=False):
+        too_many = len(self.trials) >= MAX_SIGNATURES and signature not in self.trials
+        if too_many or not _is_default_stance() or not self.timing.acquire(blocking=False):
             return self.compiled(*args, **kwargs)
         try:
             trial = self.trials.setdefault(signature, Trial())
@@ -180,6 +181,7 @@ def put_gate(note: str, region: Any) -> None:
     found = _compiled_module()
     if found is None:
         return
+    _stay_out_of_dynamo()
     holder, name = found
     function = holder.__dict__[name]
     gate: Gate | None = getattr(function, GATE, None)
@@ -187,9 +189,14 @@ def put_gate(note: str, region: Any) -> None:
         gate = Gate(function, note)
         holder.__dict__[name] = gate.function()
         if isinstance(holder, eval_frame.OptimizedModule):
-            holder.__dict__[GATE] = gate
             _shorten_calls()
     gate.watch(region)
+
+
+@functools.cache
+def _stay_out_of_dynamo() -> None:
+    """Compiled code may call a module with a gate, and Dynamo must not compile the gate then."""
+    trace_rules.add("coexec.serving")
 
 
 @functools.cache
@@ -199,7 +206,7 @@ def _shorten_calls() -> None:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        gate = self.__dict__.get(GATE)
+        gate = getattr(self.__dict__.get("forward"), GATE, None)  # None also where the user has put another one there
         if gate is None or self._forward_hooks or self._forward_pre_hooks or torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         if gate.serves_plain.get(signature_of(args, kwargs)):
@@ -220,7 +227,9 @@ def _compiled_module() -> tuple[torch.nn.Module, str] | None:
     if wrapper is None or caller is None:
         return None
     module = caller.f_locals.get("self")
-    for name in ("forward", "_compiled_call_impl") if isinstance(module, torch.nn.Module) else ():
+    if not isinstance(module, torch.nn.Module):
+        return None
+    for name in ("forward", "_compiled_call_impl"):
         original = getattr(module.__dict__.get(name), ORIGINAL, None)
         if original is not None and original is wrapper.f_locals.get("fn"):
             return module, name

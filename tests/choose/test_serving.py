@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from coexec import choose
+from coexec import choose, serving
 from coexec.dynamo_backend import coexec_backend
 from coexec.serving import CLEAR, COUNTED_S, FIRST_LOOK, LEAD_IN_S, ROUNDS, SETTLED_CALLS, Gate, Trial, signature_of
 from coexec.subgraphs.store import Store
@@ -208,6 +208,9 @@ def test_a_module_that_its_compiled_form_slows_down_is_served_by_plain_eager(
     other = torch.randn(8, 16)  # has a verdict of its own
     run(other)
     assert calls_of_dynamo(run, other) == 3
+    front, run.forward = run.forward, torch.zeros_like
+    assert torch.equal(run(x), torch.zeros(16, 16)), "the user's own"
+    run.forward = front
     with torch.enable_grad():
         assert calls_of_dynamo(run, x) == 3, "a forward alone says nothing of a training step"
 
@@ -278,6 +281,50 @@ def test_the_gate_is_traced_through_by_another_compilation(store: Store, monkeyp
     until_decided(run, x)
     around = torch.compile(lambda x: run(x) * 2.0, backend="eager", fullgraph=True)
     assert torch.equal(around(x), climb(x) * 2.0)
+
+
+def test_compiled_code_may_call_a_gate(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a graph break, where Dynamo looks at every frame."""
+    as_if_faster(store, monkeypatch)
+    run = compiled(Steps())
+    graphs: list[Any] = []
+
+    def counting(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Steps()
+            self.inner.compile(backend=coexec_backend)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x) + 1.0
+            torch._dynamo.graph_break()
+            return run_hidden(y) * 2.0  # type: ignore[no-any-return]
+
+    @torch._dynamo.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def run_hidden(y: torch.Tensor) -> Any:
+        return run(y)
+
+    outer, x = torch.compile(Outer(), backend=counting), torch.randn(16, 16)
+    for _ in range(200):
+        assert torch.equal(outer(x), climb(climb(x) + 1.0) * 2.0)
+    assert len(graphs) <= 3, [graph.code for graph in graphs]
+    assert gate_of(outer) is None
+
+
+def test_too_many_sizes_have_no_trials(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "MAX_SIGNATURES", 2)
+    run = compiled(Steps())
+    for rows in (2, 3, 4, 2, 3, 4):
+        x = torch.randn(rows, 4)
+        assert torch.equal(run(x), climb(x))
+    gate = gate_of(run)
+    assert gate is not None
+    assert len(gate.trials) == 2
+    until_decided(run, torch.randn(3, 4))
 
 
 def test_no_gate_where_the_user_holds_the_wrapper_itself(store: Store) -> None:

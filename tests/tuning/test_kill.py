@@ -75,7 +75,10 @@ def test_ctrl_c_ends_the_tuner_and_all_it_started(
     processes = tree(tuner.pid)
     assert len(processes) > 2, "the nursery, and in it the child that builds"
     tuner.send_signal(signal.SIGINT)
-    tuner.communicate(timeout=60)
+    try:
+        tuner.communicate(timeout=60)
+    finally:
+        tuner.kill()
     assert tuner.returncode not in (0, -signal.SIGKILL)
     assert_gone(processes)
 

@@ -79,7 +79,7 @@ class Library:
     def close(self) -> None:
         """Delete the container; waits for a call of it that another thread is in. Later calls go to the stock one."""
         with self._lock:
-            if self._container:
+            if self._container.value:
                 self._delete(self._container)
                 self._container = ctypes.c_void_p()
 
@@ -94,7 +94,7 @@ class Library:
         returned = (ctypes.c_void_p * self._n_outputs)()
         sizes = ctypes.c_size_t(n), ctypes.c_size_t(self._n_outputs)
         with self._lock:
-            if not self._container:  # another thread has gone over to the stock bindings just now
+            if not self._container.value:  # another thread has gone over to the stock bindings just now
                 return self._current(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules))
             # Handles in `given` belong to the callee from here on.
             status = self._run(self._container, given, sizes[0], returned, sizes[1], None, None)
