@@ -114,9 +114,11 @@ class Worker:
         return time.perf_counter() - start_s
 
     def _until_decided(self) -> None:
-        """More calls, until coexec knows whether plain eager is faster than what it serves."""
-        end_s = time.monotonic() + DECIDING_S
-        while self.variant == COEXEC and time.monotonic() < end_s and not VERDICTS & self._account()["counters"].keys():
+        """More calls, until coexec knows whether plain eager is faster than what it serves; it may be told not to ask."""
+        from coexec.config import settings
+
+        end_s = time.monotonic() + (0.0 if self.variant != COEXEC or settings().keep else DECIDING_S)
+        while time.monotonic() < end_s and not VERDICTS & self._account()["counters"].keys():
             self.run(*self.inputs)
 
     def _count_anew(self) -> None:
