@@ -114,7 +114,7 @@ class Worker:
         return time.perf_counter() - start_s
 
     def _until_decided(self) -> None:
-        """More calls, until coexec knows whether plain eager is faster than what it serves; it may be told not to ask."""
+        """More calls, until coexec knows whether plain eager is faster than what it serves, unless it is not to ask."""
         from coexec.config import settings
 
         end_s = time.monotonic() + (0.0 if self.variant != COEXEC or settings().keep else DECIDING_S)
