@@ -25,6 +25,10 @@ from examples.demo.child import resident_bytes, serve
 
 EAGER, COLLECT, COEXEC, INDUCTOR = "eager", "collect", "coexec", "inductor"
 WARM_CALLS = 5
+DECIDING_S = 20.0
+VERDICTS = {"eager.faster than compiled", "compiled is faster"}
+"""What coexec counts once it has compared what it serves with plain eager, on the module's own calls."""
+
 CHECK_SEEDS = (1, 2)
 COMPILERS = ("torch._inductor.compile_fx", "onnxscript")
 """Front ends of compilers: no process needs them to run what is compiled."""
@@ -69,6 +73,7 @@ class Worker:
         first_s = time.perf_counter() - start_s
         for _ in range(WARM_CALLS):
             self.run(*self.inputs)
+        self._until_decided()
         compilers = [name for name in COMPILERS if name in sys.modules]
         return {"first_s": first_s, "rss_bytes": resident_bytes(), "compilers": compilers, **self._account()}
 
@@ -107,6 +112,14 @@ class Worker:
         for _ in range(steps):
             self.run(*self.inputs)
         return time.perf_counter() - start_s
+
+    def _until_decided(self) -> None:
+        """More calls, until coexec knows whether plain eager is faster than what it serves, unless it is not to ask."""
+        from coexec.config import settings
+
+        end_s = time.monotonic() + (0.0 if self.variant != COEXEC or settings().keep else DECIDING_S)
+        while time.monotonic() < end_s and not VERDICTS & self._account()["counters"].keys():
+            self.run(*self.inputs)
 
     def _count_anew(self) -> None:
         if self.variant == COEXEC:

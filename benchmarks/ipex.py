@@ -4,9 +4,10 @@
     python -m benchmarks.ipex --models resnet50 vit --candidates ipex,inductor-freezing,torchscript
     python -m benchmarks.ipex --only-build --limit-gb 4
 
-1. Asks pip what torch 2.8 and IPEX 2.8 need, and fetches it: pip says how large a file is before it fetches it, and the
-   fetch ends where the limit would be exceeded. On Linux pip finds a build of torch 2.8 for CUDA, whose library does
-   not load without NVIDIA's libraries: 3.9 GB to fetch and 7 GB on disk, though nothing here uses a GPU.
+1. Asks pip what torch 2.8 and IPEX 2.8 need, and fetches it. pip says how large a file is before it fetches it, and the
+   fetch ends where the limit would be exceeded; what lies on disk is watched too, whatever pip says.
+   On Linux pip finds a build of torch 2.8 for CUDA, whose library does not load without NVIDIA's libraries: 3.9 GB to
+   fetch and 7 GB on disk, though nothing here uses a GPU.
 2. Makes a virtual environment. coexec is not installed there but runs from this checkout: it needs a newer torch for
    co-execution, while the database side (store, tuner, backends, `torch.compile`'s backend) is pure Python.
 3. Runs `benchmarks.bench_inference` there: collects the models' graphs, tunes them with IPEX among others, and serves
@@ -16,11 +17,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
+import time
 import venv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -87,15 +92,52 @@ def download(python: Path, wheels: Path, limit_bytes: int) -> int:
         wheels,
         *pinned,
     ]
-    with subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True) as pip:
+    scratch = wheels.parent / "fetching"  # where pip keeps a file until it is whole
+    scratch.mkdir(exist_ok=True)
+    environment = {**os.environ, "TMPDIR": str(scratch.absolute())}
+    with subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True, env=environment) as pip:
+        watch = Watch(pip, (wheels, scratch), limit_bytes)
         try:
             fetch_within(pip.stdout or (), limit_bytes)
         except BaseException:
             pip.kill()
             raise
+        finally:
+            watch.join()
+    shutil.rmtree(scratch)
+    if watch.exceeded:
+        raise SystemExit(f"more than the limit of {limit_bytes / 1e9:.2f} GB was fetched: give --limit-gb")
     if pip.returncode:
         raise SystemExit(f"pip download ended with status {pip.returncode}")
-    return sum(file.stat().st_size for file in wheels.iterdir())
+    return nbytes_in(wheels)
+
+
+class Watch(threading.Thread):
+    """Kills pip once its folders hold more than the limit: pip's words change from release to release."""
+
+    def __init__(self, pip: subprocess.Popen[str], folders: tuple[Path, ...], limit_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.pip, self.folders, self.limit_bytes = pip, folders, limit_bytes
+        self.exceeded = False
+        self.start()
+
+    def run(self) -> None:
+        """Until pip ends."""
+        while self.pip.poll() is None:
+            if sum(map(nbytes_in, self.folders)) > self.limit_bytes:
+                self.exceeded = True
+                self.pip.kill()
+                return
+            time.sleep(0.2)
+
+
+def nbytes_in(folder: Path) -> int:
+    """Bytes of all files below `folder`, which others may move or delete meanwhile."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 def resolved(python: Path) -> list[str]:

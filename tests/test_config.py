@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -131,3 +132,18 @@ def test_every_option_and_variable_is_described() -> None:
     for field in fields:
         assert field.metadata["help"] in done.stdout
         assert field.metadata["env"] in done.stdout
+
+
+def test_the_list_of_options_may_be_read_in_part() -> None:
+    source = Path(__file__).resolve().parents[1] / "src"
+    words = [sys.executable, "-c", "import runpy; input(); runpy.run_module('coexec.config', run_name='__main__')"]
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(source)}
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

@@ -64,6 +64,15 @@ def test_links_and_modules_exist(page: Path) -> None:
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
 
 
+def test_every_test_of_the_checklist_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "checklist.md").read_text()))
+    found = {
+        name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    assert len(named) > 50
+    assert sorted(named - found) == []
+
+
 def test_layout_lists_every_folder_of_the_package() -> None:
     layout = (ROOT / "docs" / "layout.md").read_text()
     folders = [path.parent.name for path in (ROOT / "src" / "coexec").glob("*/__init__.py")]

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "coexec"
 SHARED = {"records", "config", "errors", "_native"}
 STAGES = ["intercept", "trace", "graph", "plan", "backends", "runtime"]
-DATABASE = ["subgraphs", "tuning", "choose", "dynamo_backend"]
+DATABASE = ["subgraphs", "tuning", "choose", "serving", "dynamo_backend"]
 ALLOWED = {stage: SHARED | set(STAGES[: STAGES.index(stage) + 1]) for stage in STAGES}
 ALLOWED["runtime"] |= {"choose"}
 # The database side knows graphs and backends, never who runs them.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks.contest.budget import CONVERSIONS, UNLIMITED, Budget
 from benchmarks.contest.contenders import COEXEC_KEPT, CONTENDERS, DISTURBED, EAGER
@@ -60,9 +60,17 @@ def checked(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> arg
     return options
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong as `coexec` does, which passes its own command line on."""
+
+    def error(self, message: str) -> NoReturn:
+        """In one line. Errors: SystemExit."""
+        self.exit(2, f"Error: {message}. `coexec bench --help` lists the options.\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's parser."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name for name in CONTENDERS if name not in (EAGER, DISTURBED)]
     default = Plan()
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"default: all of {', '.join(catalog.PROGRAMS)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,8 @@ class Settings:
     cxx: str = _declare("", "the C++ compiler; empty: the first of g++, c++, clang++", env="CXX")
     keep: bool = _declare(
         False,
-        "1 keeps a settled step in co-execution even where plain eager was measured to be faster",
+        "1 keeps a settled step in co-execution, and a module on what was chosen for it, even where plain eager was "
+        "measured to be faster",
         env="COEXEC_KEEP",
     )
     quiet: bool = _declare(False, "1 leaves out the line that says the native core is being built", env="COEXEC_QUIET")
@@ -266,5 +268,13 @@ def _describe_field(field: dataclasses.Field[Any], title: str) -> str:
     return f"  {title}\n      {meta['help']}\n      ({'; '.join(facts)})"
 
 
+def _print_described() -> None:
+    """To stdout; a reader that has seen enough (`| head`) is no error, also not when Python flushes at exit."""
+    try:
+        print(describe(), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
-    print(describe())
+    _print_described()

@@ -6,7 +6,8 @@
 
 AOTAutograd makes functional graphs (inference; or forward and backward of a training step), and each is looked up on
 its own. A region of which no graph has a faster backend runs as Dynamo's own graph from its second call on: as with
-`backend="eager"`. Nothing is compiled in this process, and no trouble of the store or a backend reaches the user.
+`backend="eager"`. A module that plain eager serves faster than all this, guards included, is left to it (`serving.py`).
+Nothing is compiled in this process, and no trouble of the store or a backend reaches the user.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from coexec import choose
+from coexec import choose, serving
 from coexec.backends.candidates import registry
 from coexec.choose import EAGER, Graph, Installed, NotInstalledError
 from coexec.config import private_cache_dir
@@ -63,11 +64,22 @@ def coexec_backend(
     given = _checked_options(mode, options)
     _report_unusable_cache()
     region = Region(module, given)
+    _put_gate(region)
     try:
         return region.compiled(inputs)
     except Exception as error:  # AOTAutograd refuses some graphs that eager runs: never the user's problem
         choose.count("eager.not functional", f"{note_of(module)}: {error!r:.300}")
         return region.dynamo
+
+
+def _put_gate(region: Region) -> None:
+    """What is served is compared with plain eager from now on, guards and all."""
+    if region.options["mode"] == "collect":
+        return
+    try:
+        serving.put_gate(note_of(region.module), region)
+    except Exception as error:  # Dynamo's insides are not the same in every release: then its guards are paid for
+        choose.count("no gate", f"{note_of(region.module)}: {error!r:.300}")
 
 
 class Region:
@@ -80,6 +92,7 @@ class Region:
         self.functional: Callable[..., Any] = self.dynamo
         self.calls = 0
         self.current: Callable[..., Any] = self._first_calls
+        serving.changed()
 
     def compiled(self, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Trace with AOTAutograd; returns what Dynamo is to call. Errors: whatever AOTAutograd raises."""
@@ -109,6 +122,7 @@ class Region:
     def _first_calls(self, *inputs: Any) -> Any:
         """Through the functional graphs, until each of them knows what it does."""
         self.calls += 1
+        serving.changed()
         returned = self.functional(*inputs)
         if any(site.installed for site in self.sites):
             self.current = self.functional
@@ -187,6 +201,7 @@ class Site:
 
     def _uninstall(self, name: str, text: str) -> None:
         self.installed, self.settled = None, True
+        serving.changed()
         choose.count(name, text)
 
     def _graph(self, inputs: Sequence[Any]) -> Graph | None:
@@ -258,6 +273,7 @@ class Site:
         with self.choosing:
             self.changes += 1
             self.installed, self.settled = None, self.changes > MAX_CHANGES
+        serving.changed()
         choose.count("stale", f"{self.note}: its weights were changed")
         # Weights that change more than once change again: then only what holds no values of them.
         return None if self.settled else self._choose(inputs, baked=self.changes < 2)

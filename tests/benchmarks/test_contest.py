@@ -254,5 +254,7 @@ def test_a_program_that_does_not_exist_is_wrong_usage(capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 2
-    assert "magic" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith("Error: there is no 'resnet'; there are ") for line in lines] == [True, True, False]
+    assert "magic" in lines[2]
     assert "coexec replay" in CONTENDERS

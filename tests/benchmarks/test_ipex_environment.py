@@ -48,3 +48,26 @@ def test_what_exceeds_the_limit_is_not_fetched(tmp_path: Path) -> None:
     os.chmod(pip, 0o700)
     with pytest.raises(SystemExit, match=r"numpy-1\.whl has 0\.20 GB; with 0\.90 GB"):
         ipex.download(pip, tmp_path / "wheels", 1_000_000_000)
+
+
+SILENT_PIP = """#!{python}
+import json, os, sys, time
+if "--dry-run" in sys.argv:
+    print(json.dumps({{"install": [{{"metadata": {{"name": "torch", "version": "1"}}}}]}}))
+else:
+    print("Fetching torch-1.whl, 2 gigabytes", flush=True)
+    with open(os.path.join(os.environ["TMPDIR"], "pip-unpack"), "wb") as file:
+        file.truncate({nbytes})
+    time.sleep({sleep_s})
+"""
+
+
+def test_the_limit_holds_whatever_pip_says(tmp_path: Path) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(SILENT_PIP.format(python=sys.executable, nbytes=1_000_000_001, sleep_s=60))
+    os.chmod(pip, 0o700)
+    with pytest.raises(SystemExit, match=r"more than the limit of 1\.00 GB"):
+        ipex.download(pip, tmp_path / "wheels", 1_000_000_000)
+    pip.write_text(SILENT_PIP.format(python=sys.executable, nbytes=999_999_999, sleep_s=0))
+    assert ipex.download(pip, tmp_path / "wheels", 1_000_000_000) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["python", "wheels"]

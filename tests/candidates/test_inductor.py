@@ -115,6 +115,15 @@ def test_a_call_that_is_short_is_made_without_handles_from_python(
     for _ in range(TIMED_CALLS):
         library.run(list(small.inputs))
     assert "AOTIModelContainerRunner" in repr(library._current)
+    assert not library._container.value, "one container is enough"
+    torch.testing.assert_close(library._without_gil(list(small.inputs))[1], small.inputs[0].cos())  # was on its way
+    with monkeypatch.context() as patched:
+        patched.setattr(torch._C._aoti, "AOTIModelContainerRunnerCpu", lambda *arguments: 1 / 0)
+        library = Library(next(tmp_path.glob("*.so")), 2)
+        for _ in range(TIMED_CALLS + 1):
+            torch.testing.assert_close(library.run(list(small.inputs))[1], small.inputs[0].cos())
+        assert library._current == library._without_gil
+        assert library._container.value
     dynamic = Library(next(tmp_path.glob("*.so")), 2, dynamic=True)
     for _ in range(TIMED_CALLS):
         dynamic.run(list(small.inputs))

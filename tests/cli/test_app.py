@@ -108,7 +108,9 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(home: Path) -> None:
 
 def test_a_pipe_gets_no_terminal_codes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    assert "\x1b" not in run("doctor").out
+    out = run("doctor").out
+    assert "\x1b" not in out
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
 
 
 def test_the_public_names_are_there_without_naming_the_module_they_live_in() -> None:

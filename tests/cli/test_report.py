@@ -34,6 +34,13 @@ def test_backends_are_summed_up(filled: Store) -> None:
     assert loser.common_failure == "SIGSEGV in <codegen>"
 
 
+def test_one_choice_for_several_weights_is_one(filled: Store) -> None:
+    """An attempt is one, whichever weights it baked in: no backend is chosen more often than it was tried."""
+    filled.decide(decision(key("relu"), constants="ab" * 32), HERE)
+    winner = next(row for row in report_store(filled).backends if row.backend == "onnxruntime")
+    assert (winner.chosen, winner.tried) == (2, 2)
+
+
 def test_the_newest_attempt_of_a_backend_counts(filled: Store) -> None:
     filled.record_measurement(measurement(key("relu"), "tvm", median_s=0.0005, eager_s=0.004), HERE)
     row = next(row for row in report_store(filled).subgraphs if row.digest == key("relu").digest)

@@ -13,11 +13,13 @@ from coexec.subgraphs.store import Store
 ROOT = Path(__file__).resolve().parents[2]
 
 TUNER = """
+import signal
 import sys
 from pathlib import Path
 from coexec.subgraphs.location import private_location
 from coexec.subgraphs.store import Store
 from coexec.tuning import tune
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever is started in the background ignores it
 report = tune(
     Store(private_location(Path(sys.argv[1]))), threads=1, rounds=(3, 4), busy_retries=0, attempt_s=20,
     candidates=sys.argv[2].split(), progress=lambda event: print(event.stage, flush=True),

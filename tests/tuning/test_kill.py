@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -62,6 +63,34 @@ def test_twenty_kills_lose_nothing(tmp_path: Path, planted_folder: Path) -> None
     store = store_with(tmp_path, *(climbing(size) for size in (16, 32, 48)))
     kill_at_random(store, planted_folder, kills=20, seed=2)
     finish(store, planted_folder)
+
+
+def test_ctrl_c_ends_the_tuner_and_all_it_started(
+    tmp_path: Path, planted_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_BUILD_S", "600")
+    tuner = start_tuner(store_with(tmp_path, climbing(32)), ("planted-slow-build",), planted_folder)
+    try:
+        processes = while_it_builds(tuner)
+        tuner.send_signal(signal.SIGINT)
+        tuner.communicate(timeout=60)
+    finally:
+        tuner.kill()
+        tuner.communicate()
+    assert tuner.returncode not in (0, -signal.SIGKILL)
+    assert_gone(processes)
+
+
+def while_it_builds(tuner: subprocess.Popen[str]) -> list[int]:
+    """The processes of a tuner whose only candidate is being built: itself, the nursery, and in it the child."""
+    assert tuner.stdout is not None
+    while tuner.stdout.readline().strip() != "build":
+        assert tuner.poll() is None
+    deadline_s = time.monotonic() + 60
+    while len(processes := tree(tuner.pid)) < 3:
+        assert time.monotonic() < deadline_s, processes
+        time.sleep(0.05)
+    return processes
 
 
 def test_an_attempt_that_takes_tuners_down_is_left_out(tmp_path: Path) -> None:

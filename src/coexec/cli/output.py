@@ -58,7 +58,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, rig
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
-    _console().print(table)
+    console = _console()
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():  # cells are padded to the longest one of their column
+        sys.stdout.write(line.rstrip() + "\n")
 
 
 def print_entries(entries: Mapping[str, object]) -> None:

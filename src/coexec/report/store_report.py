@@ -45,7 +45,7 @@ class BackendRow:
 
     backend: str
     tried: int
-    chosen: int  # decisions that name it
+    chosen: int  # pairs of a subgraph and a machine for which it was; one for other weights is no other choice
     outcomes: dict[str, int]
     mean_speedup: float | None  # geometric, of those that were timed
     common_failure: str  # the most frequent error text, "" without failures
@@ -112,7 +112,7 @@ def _backend_rows(rows: Iterable[SubgraphRow]) -> tuple[BackendRow, ...]:
     attempts: dict[str, list[AttemptRow]] = {}
     chosen: Counter[str] = Counter()
     for row in rows:
-        chosen.update(decision.backend for decision in row.decisions)
+        chosen.update(backend for backend, _, _ in {(d.backend, d.environment, d.shape_class) for d in row.decisions})
         for attempt in row.attempts:
             attempts.setdefault(attempt.backend, []).append(attempt)
     made = [_backend_row(name, attempts.get(name, []), chosen[name]) for name in {*attempts, *chosen}]
