@@ -204,6 +204,8 @@ const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
     if (!it.wait_input(run->base + position, &stats_.stall_s)) {
       learning_ = waiting;
       learning_base_ = run->base;
+      p.awaited_node = waiting->nodes[position];
+      p.awaited++;
       give_up(*waiting, run->base, "an input was not there");
       return nullptr;
     }
@@ -289,8 +291,7 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   if (why) {
     if (rng.defined())
       generator.set_state(rng);
-    for (const auto& in : s.inputs)
-      in.misses += in.geometry && in.slot < 0 && in.has_last && *why != "Python went another way";
+    note_misses(run);
     return give_up(s, at, *why);
   }
   t0 = Clock::now();
@@ -302,6 +303,23 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   run.used.clear(); // a batch must not die by this thread's hand after Python has gone on
   it.set_done(at + n); // last: Python may look at the segment from now on
   return at + n;
+}
+
+// Which inputs of a discarded run were predicted wrong. The others are predicted again: a segment in whose middle Python
+// stops cannot start without.
+void GraphRunner::note_misses(const SegmentRun& run) {
+  for (size_t k = 0; k < run.used.size(); k++) {
+    const auto& in = run.segment->inputs[k];
+    int64_t i = run.base + in.position;
+    if (!in.geometry || in.slot >= 0 || !in.has_last || it_->validated() <= i ||
+        it_->entry(i).node->id != run.segment->nodes[in.position])
+      continue;
+    at::Tensor named = segment_argument(it_->entry(i), in.input);
+    const at::Tensor& used = run.used[k];
+    bool same = named.defined() && named.storage().unsafeGetStorageImpl() == used.storage().unsafeGetStorageImpl() &&
+        named.storage_offset() == used.storage_offset();
+    in.misses += !same && !(named.defined() && same_bytes(named, used));
+  }
 }
 
 int64_t GraphRunner::give_up(const Segment& s, int64_t at, const std::string& why) {
