@@ -147,8 +147,7 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   bool sized_by_data = !i->sized_by_masks && op.hasTag(at::Tag::dynamic_output_shape);
   i->always_sync = !i->is_fetch && !i->in_python &&
       (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) ||
-          untagged_out || sized_by_data || op.hasTag(at::Tag::data_dependent_output) ||
-          s.is_vararg() || s.is_varret());
+          untagged_out || sized_by_data || op.hasTag(at::Tag::data_dependent_output) || s.is_vararg() || s.is_varret());
   return i;
 }
 } // namespace
