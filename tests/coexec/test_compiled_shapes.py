@@ -48,6 +48,32 @@ def test_batches_of_any_size_run_one_artifact() -> None:
     assert "for any size of dimension 0" in pair.step.explain()
 
 
+def test_inputs_that_are_parts_of_one_tensor_run_one_artifact() -> None:
+    """Tokens, and the tokens after them, of texts of any length."""
+
+    def make() -> Program:
+        model = nn.Sequential(nn.Embedding(7, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 7))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train = training(model, optimizer, lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()))
+        lengths = [1 + rows for rows in any_rows()]  # a part of one token is replayed
+        read: list[torch.Tensor] = []
+
+        def step(text: torch.Tensor) -> float:
+            read.append(text)  # the last one is there when the next step begins, and has another size
+            return float(train(text[:, :-1], text[:, 1:]))
+
+        args = lambda i: (labels(i, 4 * lengths[i], 7).view(4, lengths[i]),)  # noqa: E731
+        return Program(step, args, lambda: (model, optimizer))
+
+    pair = Pair(make)
+    pair.settle()
+    found = [v for v in versions(pair) if v.symbolic is not None]
+    assert [v.state for v in found] == [State.COMPILED], pair.step.explain()
+    runs = found[0].native.runs
+    pair.run(20)
+    assert found[0].native.runs - runs >= 15, pair.step.explain()
+
+
 def test_a_batch_of_one_is_replayed_and_right() -> None:
     rows = [16, 1, 5, 12, 1, 9]
     pair = Pair(lambda: classifier(rows))

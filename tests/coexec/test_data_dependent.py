@@ -153,6 +153,38 @@ def test_masks_of_any_size_around_batch_norm_train() -> None:
     check(make, n=16, max_fallbacks=8, min_co_executed=1)
 
 
+def test_an_index_by_position_does_not_keep_python_waiting() -> None:
+    def make() -> Program:
+        layer = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            order = x.sum(1).argsort(stable=True)
+            rows = layer(x[order])
+            columns = rows[:, order[:3] % 4]
+            columns[order // 2, None].square().sum().backward()
+            optimizer.step()
+            return columns.detach()
+
+        return Program(step, lambda i: (batch(i),), lambda: (layer, optimizer))
+
+    out = check(make, max_fallbacks=0)
+    assert out.compiled._runner.wait_counts().get("sync", 0) == 0
+
+
+def test_an_index_that_is_now_a_position_and_now_a_mask() -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor, i: int) -> Any:
+            h = x * 1.5
+            index = h[:, 0].argsort() if i % 3 else h[:, 0] > 0.0
+            return h[index] + 1.0
+
+        return Program(step, lambda i: (batch(i), i))
+
+    check(make, n=18, max_fallbacks=4)
+
+
 def test_tensor_subclass_with_torch_function() -> None:
     class Counting(torch.Tensor):
         calls = 0

@@ -93,6 +93,36 @@ def test_nll_target_out_of_range_caught_outside_the_function_that_ran_it() -> No
     check(make, n=14)
 
 
+def test_dropout_behind_a_handler_does_not_keep_python_waiting() -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor, share: float) -> Any:
+            try:
+                h = nn.functional.dropout(x * 2.0, share)
+            finally:
+                y = x + 1.0
+            return h, y
+
+        return Program(step, lambda i: (batch(i), 0.1 + 0.01 * i))
+
+    out = check(make)
+    assert out.compiled._runner.wait_counts().get("sync", 0) == 0
+
+
+def test_a_probability_that_is_none_is_caught_where_it_is_used() -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor, p: float) -> Any:
+            h = x * 2.0
+            try:
+                mask = torch.empty_like(h).bernoulli_(p)
+            except RuntimeError as error:
+                return h, str(error).splitlines()[0]
+            return h * mask, ""
+
+        return Program(step, lambda i: (batch(i), 1.5 if i % 5 == 4 else 0.5 + 0.01 * i))
+
+    check(make, n=14, max_fallbacks=6)
+
+
 def test_shape_errors_come_at_once() -> None:
     def make() -> Program:
         log: list[str] = []

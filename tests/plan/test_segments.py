@@ -334,6 +334,17 @@ def test_values_that_python_makes_after_a_fetch_start_a_new_segment(kind: str, f
     assert [len(segment.nodes) for segment in segments.segments] == [first, 6]
 
 
+def test_an_input_that_was_found_to_come_late_after_a_fetch_starts_a_new_segment() -> None:
+    step = Step()
+    value = step.work(5)
+    step.fetch(value)
+    step.work(5, step.op("mul", value, step.external()))
+    graph, plan, segments = cut(step)
+    assert shape(segments) == [("functional", 12)]
+    late = {node.id for node in graph.nodes if node.op == "mul"}
+    assert shape(cut_segments(graph, plan, by_name(graph), late=late)) == [("functional", 6), ("functional", 6)]
+
+
 def test_a_value_picked_in_plain_python_is_an_input_of_its_segment() -> None:
     steps = []
     for pick in (0, 1):

@@ -14,9 +14,13 @@ int64_t append(FILE* f, const void* data, size_t n) {
   return std::fwrite(data, 1, n, f) == n ? start : -1;
 }
 
+constexpr int64_t kLargestWhole = 16 << 20; // bytes: a data set may lie behind a batch, too
+
 // First byte and count.
-std::pair<int64_t, int64_t> bytes_of(const Capture::Item& i, const Geometry& g) {
-  if (i.extent == Capture::Extent::Given)
+std::pair<int64_t, int64_t> bytes_of(const Capture::Item& i, const Geometry& g, int64_t storage_nbytes) {
+  if (i.extent == Capture::Extent::Whole && storage_nbytes <= kLargestWhole)
+    return {0, storage_nbytes};
+  if (i.extent == Capture::Extent::Given || i.extent == Capture::Extent::Whole)
     return {i.low, i.nbytes};
   auto item = static_cast<int64_t>(c10::elementSize(g.dtype));
   int64_t last = g.offset;
@@ -69,8 +73,9 @@ void GraphRunner::capture_inputs(Entry& e) {
         c10::Storage st = p.external ? c10::Storage(p.external) : it_->memory(p.sid);
         if (!st.unsafeGetStorageImpl())
           continue;
-        std::tie(i.low, i.nbytes) = bytes_of(i, *p.geometry);
-        if (static_cast<int64_t>(st.nbytes()) >= i.low + i.nbytes)
+        auto nbytes = static_cast<int64_t>(st.nbytes());
+        std::tie(i.low, i.nbytes) = bytes_of(i, *p.geometry, nbytes);
+        if (nbytes >= i.low + i.nbytes)
           i.start = append(f, static_cast<const char*>(st.data()) + i.low, i.nbytes);
       }
     }

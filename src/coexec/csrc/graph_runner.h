@@ -16,9 +16,9 @@ struct GraphStats {
 
 // Writes the live inputs of one segment to a file while it is replayed, for the check of its artifact.
 struct Capture {
-  // Which bytes of a tensor's storage: those that it touches (from a multiple of 16 on, or from its first one on), or
-  // the given ones, where several inputs look at them.
-  enum class Extent : uint8_t { Touched = 0, FromTheTensor = 1, Given = 2 };
+  // Which bytes of a tensor's storage: those that it touches (from a multiple of 16 on, or from its first one on).
+  // Where several inputs look at them: the given ones, or, where the pass may have other sizes, all of a small storage.
+  enum class Extent : uint8_t { Touched = 0, FromTheTensor = 1, Given = 2, Whole = 3 };
   struct Item {
     int32_t position;
     int16_t input; // flattened input, or -1 for a number
@@ -64,7 +64,7 @@ class GraphRunner {
   const Segment* choose(const PlannedSegment& p, SegmentRun* run);
   enum class Fit : uint8_t { Yes, No, Unknown };
   Fit fit(const Segment& s, SegmentRun* run, int32_t* unknown);
-  bool gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown);
+  bool gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown, int32_t* guess);
   const Geometry* predicted_geometry(const SegmentInput& in);
   bool misfit(const char* why) { // returns false
     misfit_ = why;
@@ -73,6 +73,7 @@ class GraphRunner {
   at::Tensor predict(const SegmentInput& in);
   at::Tensor computed(const SegmentInput& in, int64_t before);
   const Geometry* geometry_of(int32_t slot, int64_t before);
+  void note_misses(const SegmentRun& run);
   void remember_sources(const Segment& s, int64_t at);
   void remember_source(const SegmentInput& in, const Entry& e);
   void learn_sources(const Entry& e, int64_t at);

@@ -75,6 +75,14 @@ bool Step::match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t 
   return false;
 }
 
+// A probability that is none raises at once, on its own line and inside of its `try`: the op is not the graph's.
+static bool may_be_fed(const OpInfo& info, size_t arg, const c10::IValue& number) {
+  if (info.probability < 0 || arg != static_cast<size_t>(info.probability))
+    return true;
+  double p = number.toScalar().toDouble();
+  return p >= 0 && p <= 1;
+}
+
 bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
   in_.clear();
   for (size_t i = 0; i < args.size(); i++) {
@@ -123,7 +131,7 @@ bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
           return false;
         break;
       case Arg::Number:
-        if (!a.fed && !same_value(a.value, v))
+        if (a.fed ? !may_be_fed(*n.info, i, v) : !same_value(a.value, v))
           return false;
         break;
       case Arg::Object:

@@ -395,6 +395,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("signatures", &PlannedSegment::signatures)
       .def_readonly("last_signature", &PlannedSegment::last_signature)
       .def_readonly("unserved", &PlannedSegment::unserved)
+      .def_readonly("awaited", &PlannedSegment::awaited)
+      .def_readonly("awaited_node", &PlannedSegment::awaited_node)
       .def_property_readonly("last_misfit", [](PlannedSegment& p) { return std::string(p.last_misfit.load()); });
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment")
       .def("load",

@@ -119,7 +119,8 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
     i->undeclared_if = 5;
   }
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
-  i->may_raise = checks_values(base);
+  i->probability = i->name == "aten::bernoulli_.float" || i->name == "aten::bernoulli.p" ? 1 : -1;
+  i->may_raise = i->probability < 0 && checks_values(base);
   i->list_op = i->name == "aten::unbind.int" ? ListOp::Unbind
       : i->name == "aten::stack"             ? ListOp::Stack
       : i->name == "aten::cat"               ? ListOp::Cat
@@ -142,10 +143,11 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> tagged = {"_unique", "_unique2", "unique_dim", "unique_consecutive",
       "unique_dim_consecutive", "bincount", "index", "repeat_interleave"};
   bool untagged_out = tagged.count(base) && writes;
+  i->sized_by_masks = i->name == "aten::index.Tensor"; // tagged as dynamic for their sake alone
+  bool sized_by_data = !i->sized_by_masks && op.hasTag(at::Tag::dynamic_output_shape);
   i->always_sync = !i->is_fetch && !i->in_python &&
       (ns != "aten" || !tensor_returns || object_list || resizing.count(base) || sized_by_values.count(base) ||
-          untagged_out || op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output) ||
-          s.is_vararg() || s.is_varret());
+          untagged_out || sized_by_data || op.hasTag(at::Tag::data_dependent_output) || s.is_vararg() || s.is_varret());
   return i;
 }
 

@@ -41,6 +41,7 @@ struct OpInfo {
   bool in_python = false; // PyTorch's own code behind an op's name: its ops are the step's, like those of any function
   bool pass_through = false; // profiler annotations: no tensor semantics
   bool always_sync = false; // Python waits: data-dependent size, non-tensor result, custom op
+  bool sized_by_masks = false; // Python waits if an index is a mask: as many results as it has elements set
   bool is_fetch = false;
   bool is_view = false; // by schema: returns alias an argument, nothing is written
   bool bumps_version = false; // in-place foreach: eager's slow kernel calls `add_` per tensor, which bumps versions
@@ -49,6 +50,7 @@ struct OpInfo {
   bool allocates = false; // returns uninitialized memory (aten::empty and its kin)
   ListOp list_op = ListOp::None;
   bool may_raise = false; // the kernel checks values (an index, a factorization ...)
+  int16_t probability = -1; // this argument is a number from 0 to 1: all that the kernel checks beyond shapes
 };
 
 // Interned, never freed; thread-safe.

@@ -93,6 +93,10 @@ TraceInput Recorder::input(const at::Tensor& t) {
 }
 
 namespace {
+bool is_mask(const at::Tensor& index) {
+  return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+}
+
 bool writes_argument(const OpInfo& info, c10::ArrayRef<c10::IValue> args, int16_t arg) {
   if (info.args[arg].writes)
     return true;
@@ -110,19 +114,20 @@ void Recorder::record(const OpInfo* info, const OpIdentity& id, bool guarded, co
   t.folded = id.folded;
   auto n_args = info->args.size();
   auto args = torch::jit::last(*stack, n_args);
-  bool special = false;
+  bool special = false, masked = false;
   bool plain = encode_args(*info, args, &t.args, [&](const at::Tensor& x, int16_t arg, int16_t) {
     if (is_special(*x.unsafeGetTensorImpl())) {
       special = true;
       note_device(*x.unsafeGetTensorImpl());
     }
+    masked |= info->sized_by_masks && arg > 0 && is_mask(x);
     t.inputs.push_back(input(x));
     if (writes_argument(*info, args, arg))
       t.writes.push_back(static_cast<int16_t>(t.inputs.size() - 1));
   });
   if (info->is_fetch)
     t.kind = Kind::Fetch;
-  else if (info->always_sync || !plain || special || (guarded && info->may_raise) ||
+  else if (info->always_sync || masked || !plain || special || (guarded && info->may_raise) ||
       untold.count(mix(id.location, info->name_hash)))
     t.kind = Kind::Sync;
   else if (info->allocates && native_fills.count(id.location))

@@ -98,10 +98,12 @@ at::Tensor GraphRunner::computed(const SegmentInput& in, int64_t before) {
 }
 
 // Collects the inputs of the artifact as far as they are known. False: one is not what the artifact takes. `unknown`:
-// position of the first op that Python must have validated before more can be said, or -1.
-bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown) {
+// position of the first op that Python must have validated before more can be said, or -1. `guess`: of the first input
+// that is expected to lie as in the last iteration, or -1. A guess never speaks against an artifact: a part of a batch
+// has other sizes with each batch.
+bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unknown, int32_t* guess) {
   Iteration& it = *it_;
-  *unknown = -1;
+  *unknown = *guess = -1;
   std::vector<const Geometry*> geometries(s.inputs.size(), nullptr);
   run->used.assign(s.inputs.size(), at::Tensor());
   std::vector<bool> predicted(s.inputs.size(), false);
@@ -112,8 +114,11 @@ bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unkn
       t = computed(in, run->base);
       if (!t.defined())
         return misfit("a value of an earlier segment is not there");
-    } else if (in.geometry && in.slot < 0 && !s.commit && (geometries[k] = predicted_geometry(in))) {
+    } else if (in.geometry && in.slot < 0 && !s.commit && it.validated() <= run->base + in.position &&
+        (geometries[k] = predicted_geometry(in))) {
       predicted[k] = true;
+      if (in.step_argument < 0 && *guess < 0)
+        *guess = in.position;
     } else if (it.validated() <= run->base + in.position) {
       *unknown = *unknown < 0 ? in.position : *unknown;
       continue;
@@ -129,14 +134,20 @@ bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unkn
     }
     if (in.geometry && !predicted[k])
       geometries[k] = intern_of(*t.unsafeGetTensorImpl());
-    if (s.symbols.empty() && in.geometry && !same_shape(*geometries[k], *in.geometry))
-      return misfit("an input of other sizes");
+    if (s.symbols.empty() && in.geometry && !same_shape(*geometries[k], *in.geometry)) {
+      if (!predicted[k] || in.step_argument >= 0)
+        return misfit("an input of other sizes");
+      *unknown = *unknown < 0 ? in.position : *unknown;
+      continue;
+    }
     run->used[k] = std::move(t);
   }
   if (*unknown >= 0)
     return true;
-  if (!s.symbols.empty() && !bind_symbols(s, geometries, &run->symbols))
-    return misfit("sizes that its guards or patterns exclude");
+  if (!s.symbols.empty() && !bind_symbols(s, geometries, &run->symbols)) {
+    *unknown = *guess;
+    return *guess >= 0 || misfit("sizes that its guards or patterns exclude");
+  }
   for (size_t k = 0; k < s.inputs.size(); k++) { // last: a copy is made of what other code may change
     if (!predicted[k])
       continue;
@@ -155,17 +166,19 @@ bool GraphRunner::gather_inputs(const Segment& s, SegmentRun* run, int32_t* unkn
 // Can version `s` compute what comes? Fills `run`.
 GraphRunner::Fit GraphRunner::fit(const Segment& s, SegmentRun* run, int32_t* unknown) {
   run->segment = &s;
-  if (!gather_inputs(s, run, unknown))
+  int32_t guess = -1;
+  if (!gather_inputs(s, run, unknown, &guess))
     return Fit::No;
   if (*unknown >= 0)
     return Fit::Unknown;
   int64_t there = std::min<int64_t>(it_->validated() - run->base, static_cast<int64_t>(s.nodes.size()));
   for (int64_t p = 0; p < there; p++) {
     const Entry& e = it_->entry(run->base + p);
-    if (e.node->id != s.nodes[p] || !fits_entry(s, p, e, run->symbols)) {
-      misfit("an op on other shapes");
-      return Fit::No;
-    }
+    if (e.node->id == s.nodes[p] && fits_entry(s, p, e, run->symbols))
+      continue;
+    *unknown = e.node->id == s.nodes[p] ? guess : -1;
+    misfit("an op on other shapes");
+    return *unknown >= 0 ? Fit::Unknown : Fit::No;
   }
   return Fit::Yes;
 }
@@ -204,6 +217,8 @@ const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
     if (!stalled(p.nodes[position], [&](double* seconds) { return it.wait_input(run->base + position, seconds); })) {
       learning_ = waiting;
       learning_base_ = run->base;
+      p.awaited_node = waiting->nodes[position];
+      p.awaited++;
       give_up(*waiting, run->base, "an input was not there");
       return nullptr;
     }
@@ -292,8 +307,7 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   if (why) {
     if (rng.defined())
       generator.set_state(rng);
-    for (const auto& in : s.inputs)
-      in.misses += in.geometry && in.slot < 0 && in.has_last && *why != "Python went another way";
+    note_misses(run);
     return give_up(s, at, *why);
   }
   t0 = Clock::now();
@@ -305,6 +319,23 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   run.used.clear(); // a batch must not die by this thread's hand after Python has gone on
   it.set_done(at + n); // last: Python may look at the segment from now on
   return at + n;
+}
+
+// Which inputs of a discarded run were predicted wrong. The others are predicted again: a segment in whose middle
+// Python stops cannot start without.
+void GraphRunner::note_misses(const SegmentRun& run) {
+  for (size_t k = 0; k < run.used.size(); k++) {
+    const auto& in = run.segment->inputs[k];
+    int64_t i = run.base + in.position;
+    if (!in.geometry || in.slot >= 0 || !in.has_last || it_->validated() <= i ||
+        it_->entry(i).node->id != run.segment->nodes[in.position])
+      continue;
+    at::Tensor named = segment_argument(it_->entry(i), in.input);
+    const at::Tensor& used = run.used[k];
+    bool same = named.defined() && named.storage().unsafeGetStorageImpl() == used.storage().unsafeGetStorageImpl() &&
+        named.storage_offset() == used.storage_offset();
+    in.misses += !same && !(named.defined() && same_bytes(named, used));
+  }
 }
 
 int64_t GraphRunner::give_up(const Segment& s, int64_t at, const std::string& why) {

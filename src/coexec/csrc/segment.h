@@ -103,6 +103,9 @@ struct PlannedSegment {
   uint64_t last_signature = 0;
   mutable int64_t unserved = 0; // passes that no version was made for, while there were some; and why the latest
   mutable std::atomic<const char*> last_misfit{""};
+  // Passes that were replayed because Python stopped before it named an input, and the node that takes the latest one.
+  mutable int64_t awaited = 0;
+  mutable int32_t awaited_node = -1;
 
   void note_pass(uint64_t signature);
 };

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from coexec.errors import InternalError
@@ -43,13 +43,16 @@ class Segments:
     segment_of: tuple[int, ...]  # segment id per node id, NO_BLOCK for nodes that are in no block
 
 
-def cut_segments(graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limits = DEFAULT_LIMITS) -> Segments:
+def cut_segments(
+    graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limits = DEFAULT_LIMITS, late: Collection[int] = ()
+) -> Segments:
     """Returns the segments of `plan`; linear in the graph, but for one sort.
 
     A later segment that reads memory of `copied_writes` must be given the copy until it is committed.
 
     Args:
         bytes_of: asked for writes to the outside's memory only.
+        late: nodes that need a word from Python although the graph does not show it: found out by running it.
     """
     writes = external_writes(graph)
     segments: list[Segment] = []
@@ -57,7 +60,7 @@ def cut_segments(graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limit
     loop_of = plan.loop_of_block()
     segment_of = [NO_BLOCK] * len(graph.nodes)
     for block in plan.blocks:
-        facts = _facts(graph, block, writes, bytes_of)
+        facts = _facts(graph, block, writes, bytes_of, late)
         first = len(segments)
         for kind, start, stop in _stretches(facts, limits):
             in_loop = loop_of[block.id] != NO_LOOP
@@ -68,11 +71,17 @@ def cut_segments(graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limit
     return Segments(tuple(segments), tuple(of_block), tuple(segment_of))
 
 
-def _facts(graph: TraceGraph, block: BasicBlock, writes: dict[int, tuple[int, ...]], bytes_of: BytesOf) -> BlockFacts:
+def _facts(
+    graph: TraceGraph,
+    block: BasicBlock,
+    writes: dict[int, tuple[int, ...]],
+    bytes_of: BytesOf,
+    known_late: Collection[int],
+) -> BlockFacts:
     nodes = [graph.nodes[node] for node in block.nodes]
     external = [writes.get(node.id, ()) for node in nodes]
     sizes = [[bytes_of(node.id, position) for position in external[index]] for index, node in enumerate(nodes)]
-    late = [needs_python(graph, node) for node in nodes]
+    late = [node.id in known_late or needs_python(graph, node) for node in nodes]
     return BlockFacts(
         nodes, external, [max(size, default=0) for size in sizes], [sum(size) for size in sizes], late,
         *distances(nodes, external),

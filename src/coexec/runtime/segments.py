@@ -105,6 +105,7 @@ class SegmentManager:
         self._active = False  # some segment is on its way
         self._iterations = 0
         self._unplanned = 0  # edges that the plan leaves out
+        self._late: set[int] = set()  # nodes whose input Python names too late for the segment that they were in
         self._edges_taken = 0  # of the native step, when it was last asked which ones
 
     # ------------------------------------------------------------------------------------------ between iterations
@@ -143,7 +144,7 @@ class SegmentManager:
         self._stale = False
         planned_for = recurring(graph)
         self.plan = assign_cases(planned_for)
-        cut = cut_segments(planned_for, self.plan, native.bytes_written)
+        cut = cut_segments(planned_for, self.plan, native.bytes_written, late=self._late)
         known = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}
         make = _native_core().PlannedSegment
         self.segments = [
@@ -339,7 +340,7 @@ class SegmentManager:
         only = None if version.symbolic is not None else version.native
         native.capture = _native_core().Capture(
             capturing.segment.native.id, only, str(capturing.path.with_suffix(".bin")), version.built.spec.random,
-            capture_plan(version.built),
+            capture_plan(version.built, any_size=version.symbolic is not None),
         )  # fmt: skip
 
     def _finish_capture(self, native: Any, described: _Description | None, graph: TraceGraph) -> None:
@@ -465,11 +466,22 @@ class SegmentManager:
             if version.native.slower:
                 self._stay(segment, version, _trial_result(version.native))
             elif version.native.discards > MAX_DISCARDS and version.native.discards > version.native.runs:
-                self._drop(segment, version, version.native.last_discard)
+                if not self._cut_before_late_input(segment):
+                    self._drop(segment, version, version.native.last_discard)
             else:
                 continue
             self._reinstall(native)
         self._active = any(self._wants_something(s) for s in self.segments)
+
+    def _cut_before_late_input(self, segment: ManagedSegment) -> bool:
+        """Python stops inside of the segment before it names an input that cannot be predicted, pass after pass: the
+        next plan cuts there. False if that is not the case, or has been tried."""
+        native = segment.native
+        if native.awaited <= MAX_DISCARDS or native.awaited_node in self._late:
+            return False
+        self._late.add(native.awaited_node)
+        self.graph_changed()
+        return True
 
     def _drop(self, segment: ManagedSegment, version: Version, reason: str) -> None:
         if segment.redescribed < MAX_REDESCRIBED and not reason.startswith("Python went"):

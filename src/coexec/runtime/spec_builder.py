@@ -48,6 +48,7 @@ class Extent(enum.IntEnum):
     TOUCHED = 0  # those that the tensor touches, from a multiple of 16 on
     FROM_THE_TENSOR = 1  # those that it touches, from its first one on
     GIVEN = 2  # those of this very pass, where several inputs look at them
+    WHOLE = 3  # all of a small storage, where several inputs look at it and the captured pass may have other sizes
 
 
 class NotDescribableError(Exception):
@@ -431,14 +432,20 @@ def _geometry_of(value: Value) -> dict[str, Any]:
     return facts | {"lazy_bits": 0}
 
 
-def capture_plan(built: BuiltSegment) -> list[tuple[Any, ...]]:
-    """Returns the items of a native Capture: one per storage (all its inputs together) and one per number."""
+def capture_plan(built: BuiltSegment, any_size: bool = False) -> list[tuple[Any, ...]]:
+    """Returns the items of a native Capture: one per storage (all its inputs together) and one per number.
+
+    Args:
+        built: a pass through the segment.
+        any_size: the captured pass may have other sizes than that one.
+    """
+    shared = Extent.WHOLE if any_size else Extent.GIVEN
     items: list[tuple[Any, ...]] = []
     users = Counter(value.storage for value in built.spec.input_values())
     for storage, (low, high) in _touched(built.spec).items():
         first = next(c for c in built.captured if c.storage == storage)
         extent = Extent.FROM_THE_TENSOR if storage in built.offsets else Extent.TOUCHED
-        extent = Extent.GIVEN if users[storage] > 1 else extent
+        extent = shared if users[storage] > 1 else extent
         items.append((first.position, first.input, int(extent), low, high - low))
     items += [(c.position, c.arg, c.element, c.number_type) for c in built.captured if c.input < 0]
     return items
