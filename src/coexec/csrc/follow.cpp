@@ -63,7 +63,7 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
   Node *waiting = nullptr, *other_shapes = nullptr;
   for (const Child& c : current_->children) {
     Node& n = program.at(c.id);
-    if (n.info->schema != schema || n.location != location)
+    if (n.info->schema != schema || n.location != location || !in_turn(n))
       continue;
     auto args = torch::jit::last(*stack, n.info->args.size());
     if (!match(n, args))
@@ -140,6 +140,7 @@ void Step::advance(Node& n) {
   e.patches.clear();
   bool again = passed_[n.id];
   passed_[n.id] = true;
+  met_[n.pair]++;
   e.first_sid = again && n.makes_memory() ? it_->new_sids(static_cast<int32_t>(n.outputs.size())) : n.slot_base;
   path.push_back(n.id);
   take(n.id);

@@ -75,6 +75,11 @@ bool Step::match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t 
   return false;
 }
 
+// Nodes of one location and op are passes of a loop that is not folded; the one that this iteration has come to.
+bool Step::in_turn(const Node& n) const {
+  return n.folded || n.uid == mix(mix(n.location, n.info->name_hash), met_[n.pair]);
+}
+
 bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
   in_.clear();
   for (size_t i = 0; i < args.size(); i++) {
