@@ -138,6 +138,7 @@ void Step::advance(Node& n) {
   e.node = &n;
   e.variant = nullptr;
   e.patches.clear();
+  e.awaited = false;
   bool again = passed_[n.id];
   passed_[n.id] = true;
   met_[n.pair]++;
@@ -265,6 +266,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
       foreign_write |= is_foreign(s);
     }
   }
+  e.awaited = foreign_write;
   auto results = hand_out_returns(n, v, args);
   if (describing)
     describe(n, &v, e, args);
