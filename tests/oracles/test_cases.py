@@ -16,8 +16,8 @@ WITHOUT_COMPILED_SEGMENTS: dict[str, str] = {
 """Cases that never run compiled code, and why."""
 
 PERHAPS_COMPILED: dict[str, str] = {
-    "15_class_attribute_schedule": "new paths until call 8; its one segment is on a path that it seldom takes, the others have too few ops",
-    "29_param_storage_swapped": "compiled for weights apart, which are tied from call 10 on: each run is discarded, inputs share memory",
+    "15_class_attribute_schedule": "new paths until call 8; its one segment is on a path seldom taken",
+    "29_param_storage_swapped": "its weights are tied in call 10: what was compiled before is discarded",
     "33_python_random_shuffle": "the order of its work is drawn: its loop is folded, and a new path comes in call 14",
     "39_every_batch_another_shape": "21 sets of shapes",
     "45_lbfgs_closure": "thousands of ops on ever new paths",
