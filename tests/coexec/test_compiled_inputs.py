@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,6 +37,35 @@ def test_weights_that_are_named_behind_a_read_inside_the_segment() -> None:
     before = pair.compiled_runs()
     pair.run(20)
     assert pair.compiled_runs() - before >= 8, pair.why()  # in a trial every second pass is replayed
+
+
+def test_an_update_that_is_followed_by_a_write_that_numpy_sees() -> None:
+    """Python waits at that write, so the update's segment must end there; it holds its argument meanwhile."""
+
+    def make() -> Program:
+        model = classifier()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        seen = np.zeros(model(wide(0)[0]).shape[1], np.float32)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = model(x)
+            loss = nn.functional.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            torch.from_numpy(seen).add_(out.detach().mean(0))
+            seen[0] *= 0.5
+            return torch.from_numpy(seen.copy())
+
+        return Program(step, wide, lambda: (model, torch.from_numpy(seen)))
+
+    pair = Pair(make)
+    pair.settle()
+    pair.run(12)
+    commits = [s for s in pair.step._runner.segments.segments if s.planned.kind == "commit" and s.planned.compile]
+    assert commits
+    assert all(version.native.runs for segment in commits for version in segment.versions), pair.why()
+    assert not any(version.native.discards for segment in commits for version in segment.versions), pair.why()
 
 
 def test_a_number_that_no_graph_can_take() -> None:

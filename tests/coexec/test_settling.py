@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,6 +47,70 @@ def test_a_place_that_is_drawn_anew_in_each_step_is_seen_once_each() -> None:
     assert out.stats.traced + out.fallbacks <= DEPTH + 4
     graph = out.compiled._runner.graph
     assert sum(node.op == "aten::addmm" for node in graph.nodes) == DEPTH
+
+
+def drawn_twice(seed: int) -> Program:
+    """Two places are drawn per step, and another op is done at each: 81 paths, and all parts of them are shared."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(DEPTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    draw = random.Random(seed)
+
+    def step(x: torch.Tensor) -> float:
+        first, second = draw.randrange(DEPTH + 1), draw.randrange(DEPTH + 1)
+        optimizer.zero_grad()
+        for number, layer in enumerate(model):
+            x = layer(x).tanh()
+            if number == first:
+                x = x.cumsum(0)
+            if number == second:
+                x = x.flip(0)
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Program(step, lambda i: (batch(i, rows=6),), lambda: list(model.parameters()))
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_layer_is_told_from_the_next_one_whose_ops_are_on_the_same_lines(seed: int) -> None:
+    """Their weights come from outside, so nothing but their turn tells them apart.
+
+    Taken for one another, a step of eight layers ended after seven in the graph, and the loop, whose trip count seemed
+    to vary, was folded: 13 and 8 of 60 calls were co-executed from end to end.
+    """
+    out = check(lambda: drawn_twice(seed), n=60, max_fallbacks=24, min_co_executed=28)
+    assert out.compiled._runner.loops.foldings == 0
+
+
+def drawn_in_each_pass(seed: int) -> Program:
+    """What follows a layer is drawn, two ops each time."""
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    draw = random.Random(seed)
+
+    def step(x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        for layer in model:
+            x = layer(x)
+            match draw.randrange(3):
+                case 0:
+                    x = x.tanh().mul(2)
+                case 1:
+                    x = x.relu().add(1)
+                case _:
+                    x = x.sigmoid().cumsum(0)
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Program(step, lambda i: (batch(i, rows=6),), lambda: list(model.parameters()))
+
+
+def test_several_ops_that_are_drawn_in_each_pass_of_a_loop() -> None:
+    out = check(lambda: drawn_in_each_pass(4), n=60, max_fallbacks=8, min_co_executed=32)
+    assert last_fallback(out) <= 40
 
 
 def test_sizes_without_end_of_an_op_that_nothing_tells_the_shape_of() -> None:

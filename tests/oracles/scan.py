@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.oracles.processes import run_child
-from tests.oracles.verdict import CO_EXECUTED, FAILURES, SAME, Verdict
+from tests.oracles.verdict import CO_EXECUTED, FAILURES, SAME, WAITS, Verdict
 
 SUITES = ("ops", "modules", "optimizers")
 KINDS = ("same", "waits", "unsettled", "raises", "undefined", "wrong", "crash", "hang", "no sample")
@@ -50,12 +50,24 @@ def _scan_shard(suite: str, names: list[str], first: int | None) -> list[Verdict
 
 
 def table(verdicts: Iterable[Verdict], title: str) -> str:
-    """The counts of each kind, and the share of the samples that co-execute without waiting."""
+    """The counts of each kind, what Python waited for, and the share of samples that co-execute without waiting."""
+    verdicts = list(verdicts)
     counts = Counter(verdict.kind for verdict in verdicts)
     lines = [f"{title}: {counts.total()} samples"]
     lines += [f"  {kind:10s} {counts[kind]:6d}" for kind in KINDS if counts[kind]]
+    if causes := waited_for(verdicts):
+        lines.append(f"  waited for: {', '.join(f'{cause} {n}' for cause, n in causes.most_common())}")
     lines.append(f"  co-executed without waiting: {share(counts):.1%}")
     return "\n".join(lines)
+
+
+def waited_for(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """How many samples waited for a value that the program reads (fetch), an op that Python runs (sync) ...
+
+    A sample that waited for several things counts for each.
+    """
+    details = (verdict.detail.split(", ") for verdict in verdicts if verdict.kind == WAITS)
+    return Counter(cause for detail in details for cause in {part.split(" ")[0] for part in detail})
 
 
 def share(counts: Counter[str]) -> float:

@@ -16,20 +16,15 @@ WITHOUT_COMPILED_SEGMENTS: dict[str, str] = {
 """Cases that never run compiled code, and why."""
 
 PERHAPS_COMPILED: dict[str, str] = {
-    "09_index_error_contract": "a new path at call 6, an error at call 10",
-    "15_class_attribute_schedule": "a new path until call 8, and then too few ops between its branches",
-    "29_param_storage_swapped": "its weights are swapped until call 10, and at last tied",
-    "33_python_random_shuffle": "the order of its work is drawn: new paths until call 26",
+    "15_class_attribute_schedule": "new paths until call 8; its one segment is on a path seldom taken",
+    "29_param_storage_swapped": "its weights are tied in call 10: what was compiled before is discarded",
+    "33_python_random_shuffle": "the order of its work is drawn: its loop is folded, and a new path comes in call 14",
     "39_every_batch_another_shape": "21 sets of shapes",
-    "43_annealed_floats_and_strings": "a new path until call 9",
     "45_lbfgs_closure": "thousands of ops on ever new paths",
-    "53_autocast_with_break": "32 short segments between 13 branches",
-    "61_packed_lstm": "new lengths on ever new paths",
-    "63_adaptive_early_exit": "loops of ever new lengths",
-    "67_masked_batchnorm_nonzero": "9 sets of shapes",
+    "61_packed_lstm": "its loops are folded, which takes 11 traced calls, and new shapes come in call 16",
+    "63_adaptive_early_exit": "loops of ever new lengths, folded; a new path in call 14",
     "73_nested_jagged": "17 sets of shapes",
-    "87_folded_batchnorm_goes_stale": "a number varies from call 11 on: compiled anew",
-    "91_layout_and_dtype_change": "four layouts, two dtypes, and a new path at call 7",
+    "91_layout_and_dtype_change": "four layouts and two dtypes: new shapes until call 20",
 }
 """Cases whose code may still be compiling when the last call is over, and why so late."""
 

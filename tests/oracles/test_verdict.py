@@ -111,3 +111,13 @@ def test_the_table_counts_and_shares() -> None:
     text = table([Verdict(str(k), kind) for k, kind in enumerate(kinds)], "ops")
     assert "ops: 12 samples" in text
     assert "90.0%" in text
+    assert "waited for" not in table([Verdict("0", SAME)], "ops")
+
+
+def test_the_table_says_what_was_waited_for_once_per_sample() -> None:
+    verdicts = [
+        Verdict("0", WAITS, "fetch"),
+        Verdict("1", WAITS, "fetch, sync aten::nonzero, sync aten::item"),
+        Verdict("2", UNSETTLED, "barrier"),
+    ]
+    assert "waited for: fetch 2, sync 1\n" in table(verdicts, "ops")

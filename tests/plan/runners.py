@@ -42,8 +42,17 @@ class Runners:
             return False
         if node.kind in (OpKind.SYNC, OpKind.BARRIER) and self.todo[0].nodes[0] != node.id:
             return False
+        if self.validated and not self.may_pass(self.path[self.validated - 1]):
+            return False
         self.validated += 1
         return True
+
+    def may_pass(self, node: Node) -> bool:
+        """Behind a write that other code can see, Python waits for it."""
+        return not self.is_seen_at_once(node) or self.segment_of[node.id] in self.finished
+
+    def is_seen_at_once(self, node: Node) -> bool:
+        return bool(node.foreign & writes_outside(self.graph, node))
 
     def graph_moves(self) -> bool:
         if not self.todo or not self.may_start(self.todo[0]):
@@ -52,10 +61,14 @@ class Runners:
         return True
 
     def may_start(self, segment: Segment) -> bool:
-        if segment.kind == "functional":
+        if segment.kind == "functional" and not any(map(self.is_seen_at_once, self.nodes_of(segment))):
             # Python hands over what belongs to an op when it gets there, and only then waits if that is a FETCH.
             return all(self.validated >= self.index[node] for node in segment.nodes if self.has_late_input(node))
+        # What is written must have been validated: for good in a commit segment, at once where other code sees it.
         return self.validated > self.index[segment.nodes[-1]]
+
+    def nodes_of(self, segment: Segment) -> list[Node]:
+        return [self.graph.nodes[node] for node in segment.nodes]
 
     def has_late_input(self, node_id: int) -> bool:
         node = self.graph.nodes[node_id]

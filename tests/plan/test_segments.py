@@ -236,6 +236,22 @@ def test_a_fetch_ends_a_commit_segment() -> None:
     assert shape(segments) == [("functional", 20), ("commit", 1), ("functional", 3), ("commit", 1)]
 
 
+@pytest.mark.parametrize("size", ["", "big_"])
+def test_a_write_that_other_code_can_see_ends_its_segment(size: str) -> None:
+    """Python waits behind it: a segment that went on would be discarded in every iteration."""
+    step = Step()
+    weight, scratch = step.external(), step.external(foreign=True)
+    gradient = step.work(20)
+    step.write(f"{size}sub_", weight, gradient)
+    step.write("add_", scratch, gradient)
+    step.python(OpKind.HOST)
+    step.work(9, gradient)
+    _, _, segments = cut(step)
+    written = segments.segments[segments.segment_of[23]]  # START and END are nodes 0 and 1
+    assert written.nodes[-1] == 23
+    assert [len(segment.nodes) for segment in segments.segments if segment.id > written.id] == [10]
+
+
 def test_a_small_write_before_a_fetch_is_copied_though_a_large_one_follows() -> None:
     step = Step()
     small, large = step.external(), step.external()

@@ -58,7 +58,7 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
 
 Node* Step::known_barrier(const OpInfo* info, uint64_t location) {
   for (const Child& c : current_->children)
-    if (Node& n = program.at(c.id); n.info == info && n.location == location)
+    if (Node& n = program.at(c.id); n.info == info && n.location == location && in_turn(n))
       return &n;
   return nullptr;
 }

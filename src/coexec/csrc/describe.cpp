@@ -79,13 +79,14 @@ void Step::learn_survivors() {
         shapes = mix(shapes, reinterpret_cast<uintptr_t>(it_->entry(j).variant));
       segments->by_id[segment]->note_pass(shapes);
     }
+    int64_t gone = it_->entry(end - 1).awaited ? end - 1 : end; // what died later was held while the segment ended
     if (segment >= 0)
       for (int64_t j = i; j < end; j++) {
         const Node& node = program.at(path[j]);
         for (size_t k = 0; k < node.outputs.size(); k++) {
           auto output = static_cast<int32_t>(k);
           if (node.kind == Kind::Compute && node.outputs[k].defined && node.outputs[k].alias < 0 &&
-              it_->death(it_->entry(j).first_sid + output) > end)
+              it_->death(it_->entry(j).first_sid + output) > gone)
             program.note_survivor(node.slot_base + output);
         }
       }

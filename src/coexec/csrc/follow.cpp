@@ -63,7 +63,7 @@ bool Step::follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::
   Node *waiting = nullptr, *other_shapes = nullptr;
   for (const Child& c : current_->children) {
     Node& n = program.at(c.id);
-    if (n.info->schema != schema || n.location != location)
+    if (n.info->schema != schema || n.location != location || !in_turn(n))
       continue;
     auto args = torch::jit::last(*stack, n.info->args.size());
     if (!match(n, args))
@@ -138,8 +138,10 @@ void Step::advance(Node& n) {
   e.node = &n;
   e.variant = nullptr;
   e.patches.clear();
+  e.awaited = false;
   bool again = passed_[n.id];
   passed_[n.id] = true;
+  met_[n.pair]++;
   e.first_sid = again && n.makes_memory() ? it_->new_sids(static_cast<int32_t>(n.outputs.size())) : n.slot_base;
   path.push_back(n.id);
   take(n.id);
@@ -264,6 +266,7 @@ void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
       foreign_write |= is_foreign(s);
     }
   }
+  e.awaited = foreign_write;
   auto results = hand_out_returns(n, v, args);
   if (describing)
     describe(n, &v, e, args);

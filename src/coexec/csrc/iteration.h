@@ -55,6 +55,7 @@ struct Entry {
   c10::SmallVector<Patch, 3> patches;
   c10::SmallVector<int32_t, 2> frees; // memory that Python dropped before this op
   int32_t first_sid = 0; // memory of its first output; the others follow
+  bool awaited = false; // Python waits behind it and is not back from it: it still holds the arguments
 };
 
 // Why a runner waits; indexes the stall counters. Overlap: outside the step, for a call that returned early.

@@ -83,6 +83,11 @@ static bool may_be_fed(const OpInfo& info, size_t arg, const c10::IValue& number
   return p >= 0 && p <= 1;
 }
 
+// Nodes of one location and op are passes of a loop that is not folded; the one that this iteration has come to.
+bool Step::in_turn(const Node& n) const {
+  return n.folded || n.uid == mix(mix(n.location, n.info->name_hash), met_[n.pair]);
+}
+
 bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
   in_.clear();
   for (size_t i = 0; i < args.size(); i++) {

@@ -128,6 +128,7 @@ Program::Program() {
 void Program::clear() {
   nodes_.clear();
   slot_node_.clear();
+  pairs_.clear();
   slots_ = 0;
   survivors_.clear();
   for (int i = 0; i < 2; i++) { // START and END
@@ -141,6 +142,7 @@ void Program::clear() {
 Node& Program::add(std::unique_ptr<Node> n) {
   n->id = static_cast<int32_t>(nodes_.size());
   n->slot_base = slots_;
+  n->pair = pairs_.emplace(mix(n->location, n->info->name_hash), static_cast<int32_t>(pairs_.size())).first->second;
   slots_ += static_cast<int32_t>(n->outputs.size());
   slot_node_.resize(slots_, n->id);
   nodes_.push_back(std::move(n));

@@ -64,8 +64,9 @@ struct Node {
   int32_t id;
   const OpInfo* info;
   Kind kind;
-  uint64_t location;
-  uint64_t uid;
+  uint64_t location = 0;
+  uint64_t uid = 0;
+  int32_t pair = 0; // number of its (location, op); a loop that is not folded has several nodes of one
   bool folded = false; // in a loop: may be passed several times
   bool loop_cond = false; // what follows it decides whether a loop goes on; set with the plan
   std::vector<Arg> args;
@@ -126,6 +127,9 @@ class Program {
   int32_t slots() const {
     return slots_;
   }
+  size_t pairs() const {
+    return pairs_.size();
+  }
   int32_t node_of_slot(int32_t slot) const {
     return slot_node_[slot];
   }
@@ -145,6 +149,7 @@ class Program {
   std::unordered_set<int32_t> survivors_;
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<int32_t> slot_node_;
+  std::unordered_map<uint64_t, int32_t> pairs_; // number per (location, op)
   int32_t slots_ = 0;
 };
 

@@ -258,9 +258,13 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   auto n = static_cast<int64_t>(s.nodes.size());
   if (!distinct_where_written(s, run.used))
     return give_up(s, at, "inputs share memory");
-  if (s.commit) // everything is known: check before the writes
-    if (auto why = disagreement(it, run, at, at + n))
+  if (s.commit) { // everything is known: check before the writes
+    auto why = disagreement(it, run, at, at + n);
+    if (!why && it.entry(at + n - 1).awaited) // Python stands still, and holds values that it may not have held so far
+      why = unexpected_survivor(s, at);
+    if (why)
       return give_up(s, at, *why);
+  }
   at::Tensor rng;
   auto generator = at::detail::getDefaultCPUGenerator();
   if (s.random)

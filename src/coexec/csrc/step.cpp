@@ -75,6 +75,7 @@ void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int fra
     current_ = &program.at(kStart);
     path.clear();
     passed_.assign(program.size(), false);
+    met_.assign(program.pairs(), 0);
     barrier_open_ = false;
     description.clear();
     external_descriptions.clear();

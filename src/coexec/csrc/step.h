@@ -160,6 +160,7 @@ class Step {
   OpIdentity identify(const OpInfo* info, uint64_t location);
 
   bool follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
+  bool in_turn(const Node& n) const;
   bool match(const Node& n, c10::ArrayRef<c10::IValue> args);
   bool match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t element);
   const Variant* infer_variant(Node& n, c10::ArrayRef<c10::IValue> args);
@@ -257,6 +258,7 @@ class Step {
   std::vector<at::Tensor> described_storages_; // keeps external memory apart while it is numbered
   Node* current_ = nullptr;
   std::vector<char> passed_; // per node: in this iteration, once at least
+  std::vector<uint32_t> met_; // per pair of the program: how often in this iteration
   c10::SmallVector<In, 8> in_; // of the op at hand
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed_; // ordinary tensors that carry the key for now
   ska::flat_hash_map<c10::StorageImpl*, int64_t> external_writes_; // last log index that wrote memory from outside

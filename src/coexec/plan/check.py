@@ -69,7 +69,8 @@ def find_segment_problems(
     4. in a functional segment no node that needs a word from Python follows a FETCH;
     5. no node picks between values if one of them is made in its own segment, in the same pass;
     6. a functional segment copies all its writes to the outside's memory, and they are small; others copy nothing;
-    7. `fetches`, `feeds` and `compile` follow from the nodes, `in_loop` from the plan; nothing in a loop is compiled.
+    7. a segment ends with a write to memory that other code can see (NumPy's): Python waits behind it;
+    8. `fetches`, `feeds` and `compile` follow from the nodes, `in_loop` from the plan; nothing in a loop is compiled.
     """
     writes = external_writes(graph)
     loop_of = plan.loop_of_block()
@@ -84,6 +85,7 @@ def find_segment_problems(
             *_kind_problems(segment, nodes),
             *_order_problems(segment, nodes, graph),
             *_write_problems(segment, writes, bytes_of, limits),
+            *_foreign_write_problems(nodes, writes),
             *_summary_problems(segment, nodes, graph, limits),
             *_loop_membership_problems(segment, loop_of),
         ]
@@ -232,6 +234,12 @@ def _write_problems(
     sizes = [bytes_of(node, position) for node, position in segment.copied_writes]
     if max(sizes, default=0) > limits.small_write_bytes or sum(sizes) > limits.copied_bytes:
         yield f"copies {sum(sizes)} bytes, {max(sizes)} in one write"
+
+
+def _foreign_write_problems(nodes: list[Node], writes: dict[int, tuple[int, ...]]) -> Iterator[str]:
+    for node in nodes[:-1]:
+        if any(position in node.foreign for position in writes.get(node.id, ())):
+            yield f"goes on behind the write of node {node.id}, where Python waits"
 
 
 def _summary_problems(segment: Segment, nodes: list[Node], graph: TraceGraph, limits: Limits) -> Iterator[str]:

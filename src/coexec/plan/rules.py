@@ -58,6 +58,7 @@ class OpenSegment:
     ops_at_late: int = 0  # `ops` when the latest late node was added
     has_late: bool = False
     has_fetch: bool = False
+    has_foreign_write: bool = False
     copied_bytes: int = 0
     members: set[int] = field(default_factory=set)  # node ids
 
@@ -69,6 +70,7 @@ class OpenSegment:
             self.has_late, self.ops_at_late = True, self.ops
         self.ops += node.kind == OpKind.COMPUTE
         self.has_fetch = self.has_fetch or node.kind == OpKind.FETCH
+        self.has_foreign_write |= any(position in node.foreign for position in facts.external[index])
         self.copied_bytes += facts.total_bytes[index]
 
 
@@ -85,9 +87,10 @@ Rule = Callable[[BlockFacts, OpenSegment, int, Limits], Cut | None]
 
 def first_cut(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
     """Returns the cut that the first rule to apply wants before or at node `index`, or None."""
+    rules = RULES
     if facts.nodes[index].kind == OpKind.HOST:  # Python executes it at once; graphs step over it
-        return python_has_run(facts, segment, index, limits)
-    return next((cut for rule in RULES if (cut := rule(facts, segment, index, limits)) is not None), None)
+        rules = (python_has_run, foreign_write_ends_segment)
+    return next((cut for rule in rules if (cut := rule(facts, segment, index, limits)) is not None), None)
 
 
 def python_runs_it(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
@@ -107,6 +110,14 @@ def fetch_ends_commit(facts: BlockFacts, segment: OpenSegment, index: int, limit
     if segment.kind != "commit" or facts.nodes[index].kind != OpKind.FETCH:
         return None
     return Cut("functional", index)
+
+
+def foreign_write_ends_segment(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
+    """Python waits behind a write to memory that other code can see (NumPy's), so what follows is not validated.
+
+    A segment that went on would never count: all of it has to be validated while Python waits for one of its ops.
+    """
+    return Cut("functional", index) if segment.has_foreign_write else None
 
 
 def commit_ends_when_writes_end(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
@@ -167,6 +178,7 @@ RULES: tuple[Rule, ...] = (
     python_runs_it,
     python_has_run,
     fetch_ends_commit,
+    foreign_write_ends_segment,
     commit_ends_when_writes_end,
     large_write_commits,
     fed_write_commits,
