@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,6 +134,28 @@ def test_an_op_in_the_middle_of_the_graph(name: str) -> None:
         return middle, h + 1, h.sum()
 
     check(lambda: function_program(step), n=14, max_fallbacks=6)
+
+
+def test_out_where_an_argument_before_it_shares_its_memory() -> None:
+    """The result was taken for a view of that argument; where its memory came from outside, the process crashed."""
+
+    def make() -> Program:
+        calls, generator = itertools.count(1), torch.Generator().manual_seed(0)
+
+        def step(x: torch.Tensor) -> Any:
+            h = torch.rand(len(x), 4, generator=generator) + x  # Python waits for such a draw
+            if next(calls) % 4 == 1:
+                h = h + h
+                bool(h.sum() > 0.3)
+            else:
+                h = h * 2
+            into = h.detach()
+            torch.mul(h.detach(), 0.5, out=into)
+            return h, into, into.data_ptr() == h.data_ptr()
+
+        return Program(step, lambda i: (batch(i),))
+
+    check(make, n=40, max_fallbacks=4)
 
 
 def test_masks_of_any_size_around_batch_norm_train() -> None:

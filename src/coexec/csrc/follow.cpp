@@ -218,6 +218,7 @@ at::Tensor Step::hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10
     return t;
   }
   auto* r = in_[o.alias].record;
+  TORCH_INTERNAL_ASSERT(r, "coexec: ", n.info->name, " returned memory from outside that it was not given");
   int32_t known = r->slot_of(v.outputs[k]);
   if (known < 0) {
     r->views.push_back({v.outputs[k], slot, index});

@@ -35,6 +35,9 @@ std::unique_ptr<Node> Step::new_node(const TraceOp& t) {
   n->outputs.assign(t.outputs.begin(), t.outputs.end());
   n->writes.assign(t.writes.begin(), t.writes.end());
   n->producers.resize(t.inputs.size());
+  for (const auto& o : n->outputs)
+    if (n->kind == Kind::Compute && o.alias >= 0 && o.same_arg < 0)
+      n->passes_on = o.alias;
   return n;
 }
 

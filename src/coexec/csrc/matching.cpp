@@ -145,7 +145,7 @@ bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
         break;
     }
   }
-  return true;
+  return n.passes_on < 0 || in_[n.passes_on].record; // else the result is memory from outside: another node
 }
 
 const Variant* Step::find_variant(Node& n, c10::ArrayRef<c10::IValue> args) {

@@ -67,6 +67,7 @@ struct Node {
   uint64_t location = 0;
   uint64_t uid = 0;
   int32_t pair = 0; // number of its (location, op); a loop that is not folded has several nodes of one
+  int16_t passes_on = -1; // input whose memory a computation returns, not as the argument itself
   bool folded = false; // in a loop: may be passed several times
   bool loop_cond = false; // what follows it decides whether a loop goes on; set with the plan
   std::vector<Arg> args;

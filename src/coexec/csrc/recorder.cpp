@@ -225,12 +225,12 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
       return;
     }
     auto* st = impl->unsafe_storage().unsafeGetStorageImpl();
-    for (size_t i = 0; i < inputs.size() && o.alias < 0; i++) {
+    for (size_t i = 0; i < inputs.size() && o.same_arg < 0; i++) {
       auto* in = inputs[i]->unsafeGetTensorImpl();
-      if (in == impl) {
+      bool same = in == impl; // rather than an argument before it that shares its memory
+      if (same)
         o.same_arg = arg_of[i];
-      }
-      if (in->has_storage() && in->unsafe_storage().unsafeGetStorageImpl() == st)
+      if (same || (o.alias < 0 && in->has_storage() && in->unsafe_storage().unsafeGetStorageImpl() == st))
         o.alias = static_cast<int16_t>(i);
     }
     for (auto* s : t.storages)
