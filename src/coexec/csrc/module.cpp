@@ -250,6 +250,11 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
     auto a = t[1].cast<int16_t>();
     g->number_checks.push_back({p, a, of_node.at(g->nodes[p])->args[a], -1});
   }
+  for (auto h : d["ranges"].cast<py::list>()) {
+    auto t = h.cast<py::tuple>();
+    g->ranges.push_back(
+        {t[0].cast<int32_t>(), t[1].cast<int64_t>(), -1, t[2].cast<bool>(), t[3].cast<std::optional<int64_t>>()});
+  }
   return g;
 }
 
@@ -284,6 +289,10 @@ void make_dynamic(Segment& g, const py::dict& d) {
   TORCH_CHECK(numbers.size() == g.number_checks.size(), "coexec: one expression per number check, or -1");
   for (size_t k = 0; k < numbers.size(); k++)
     g.number_checks[k].expression = numbers[k];
+  auto sizes = d["range_sizes"].cast<std::vector<int32_t>>();
+  TORCH_CHECK(sizes.size() == g.ranges.size(), "coexec: one expression per index range, or -1");
+  for (size_t k = 0; k < sizes.size(); k++)
+    g.ranges[k].expression = sizes[k];
   for (auto h : d["symbols"].cast<py::list>()) {
     auto from = h.cast<std::pair<int32_t, int32_t>>();
     TORCH_CHECK(g.inputs.at(from.first).geometry, "coexec: a symbol is a size of a tensor");

@@ -2,6 +2,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
+#include <algorithm>
 #include "graph_runner.h"
 
 namespace coexec {
@@ -238,6 +239,23 @@ static bool distinct_where_written(const Segment& s, const std::vector<at::Tenso
   return true;
 }
 
+template <class T>
+static bool all_within(const at::Tensor& t, int64_t low, int64_t high, std::optional<int64_t> ignored) {
+  at::Tensor dense = t.contiguous();
+  const T* p = dense.const_data_ptr<T>();
+  return std::all_of(p, p + dense.numel(), [&](T x) { return (x >= low && x < high) || (ignored && x == *ignored); });
+}
+
+static bool indices_within(const Segment& s, const SegmentRun& run) {
+  return std::all_of(s.ranges.begin(), s.ranges.end(), [&](const IndexRange& r) {
+    int64_t size = r.expression < 0 ? r.size : evaluate(s.expressions[r.expression], run.symbols).value_or(0);
+    int64_t low = r.from_end ? -size : 0;
+    const at::Tensor& t = run.used[r.input];
+    return t.scalar_type() == at::kInt ? all_within<int32_t>(t, low, size, r.ignored)
+                                       : all_within<int64_t>(t, low, size, r.ignored);
+  });
+}
+
 // Runs a version of the segment that begins at `at`. Returns the log index behind it, or `at` if it must be replayed.
 int64_t GraphRunner::run_planned(const PlannedSegment& p, int64_t at) {
   SegmentRun run{nullptr, at, {}, {}};
@@ -258,6 +276,8 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   auto n = static_cast<int64_t>(s.nodes.size());
   if (!distinct_where_written(s, run.used))
     return give_up(s, at, "inputs share memory");
+  if (!indices_within(s, run))
+    return give_up(s, at, "an index is out of range");
   if (s.commit) { // everything is known: check before the writes
     auto why = disagreement(it, run, at, at + n);
     if (!why && it.entry(at + n - 1).awaited) // Python stands still, and holds values that it may not have held so far

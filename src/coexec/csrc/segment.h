@@ -63,6 +63,17 @@ struct SymbolSource {
 };
 
 // One compiled version of a planned segment: for the shapes that it was made for, or for all that its patterns allow.
+// What the elements of an input must be that the segment uses as an index: in [0, size), or in [-size, size). A
+// compiled loop that finds another one ends the process (its exception cannot leave a parallel region): looked at
+// before a run, which is left to replay then, and with it eager's error.
+struct IndexRange {
+  int32_t input;
+  int64_t size;
+  int32_t expression; // of the size, of an artifact with symbolic sizes; -1: it is `size`
+  bool from_end;
+  std::optional<int64_t> ignored;
+};
+
 struct Segment {
   std::vector<int32_t> nodes;
   std::vector<SymbolSource> symbols; // empty: for one set of shapes
@@ -77,6 +88,7 @@ struct Segment {
   std::vector<int32_t> mutated; // inputs whose new content follows the outputs (functional only)
   std::vector<SegmentCheck> checks;
   std::vector<SegmentNumberCheck> number_checks;
+  std::vector<IndexRange> ranges;
   std::vector<int32_t> publishes; // positions of the Output Fetching ops served from inside
   std::unique_ptr<torch::inductor::AOTIModelContainerRunnerCpu> artifact; // null: replayed
   // Just adopted: compiled and replayed passes take turns, and the slower executor leaves (benefit is measured here, on

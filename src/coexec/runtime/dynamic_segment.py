@@ -20,7 +20,16 @@ Pattern = tuple[list[int], list[tuple[int, int]], list[int]]
 
 ANYTHING: Pattern = ([], [], [])
 
-SAME_AT_ALL_SIZES = ("nodes", "inputs", "outputs", "mutated", "external_inputs", "slot_inputs", "number_checks")
+SAME_AT_ALL_SIZES = (
+    "nodes",
+    "inputs",
+    "outputs",
+    "mutated",
+    "external_inputs",
+    "slot_inputs",
+    "number_checks",
+    "ranges",
+)
 """What must not depend on sizes for one artifact to serve several."""
 
 
@@ -45,6 +54,7 @@ def unify_segments(built: Sequence[BuiltSegment]) -> tuple[SymbolicSpec, dict[st
         "patterns": patterns,
         "input_patterns": [_input_pattern(last, k, patterns) for k in range(len(last.spec.inputs))],
         "numbers": [table.number(built, position, arg) for position, arg in last.native["number_checks"]],
+        "range_sizes": [table.range_size(built, k) for k in range(len(last.native["ranges"]))],
         "expressions": [expression.tokens() for expression in table.expressions],
     }
 
@@ -52,6 +62,8 @@ def unify_segments(built: Sequence[BuiltSegment]) -> tuple[SymbolicSpec, dict[st
 def _within_segment(built: BuiltSegment, entry: str) -> Any:
     """What the native segment is told, but for the numbers of memory: behind a loop they depend on its trip count."""
     told = built.native[entry]
+    if entry == "ranges":
+        return [(position, *others) for position, _, *others in told]
     if entry == "slot_inputs":
         return [(slot, index) for slot, _, index in told]
     return list(told.values()) if entry == "external_inputs" else told
@@ -90,6 +102,11 @@ class _Table:
         """The expression of a number that the artifact takes for a constant, or -1 if it is one."""
         values = [op.values[arg] for one in built if (op := one.described[position]) is not None]
         return -1 if len(set(values)) == 1 else self.expression(values, f"argument {arg} of op {position}")
+
+    def range_size(self, built: Sequence[BuiltSegment], number: int) -> int:
+        """The expression of how large an index may be, or -1 if that is the same at all sizes."""
+        sizes = [one.native["ranges"][number][1] for one in built]
+        return -1 if len(set(sizes)) == 1 else self.expression(sizes, f"the size that index range {number} is for")
 
 
 def _geometries(op: DescribedOp) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from coexec.backends.aliasing import covering_inputs
 from coexec.backends.fed import NotLowerableError, takes_fed, takes_integers
+from coexec.backends.index_ranges import index_ranges
 from coexec.backends.spec import (
     ITEM_BYTES,
     Arg,
@@ -176,6 +177,7 @@ def build_segment(
         "external_inputs": builder.external_inputs,
         "slot_inputs": [(*key, builder.input_of_value[value]) for key, value in builder.identity_of.items()],
         "number_checks": builder.number_checks,
+        "ranges": [(r.input, r.size, r.from_end, r.ignored) for r in index_ranges(spec)],
         "publishes": [publish.channel for publish in builder.publishes],
     }
     return BuiltSegment(spec, native, builder.captured, builder.offsets, [by_node.get(node) for node in nodes])

@@ -1,0 +1,150 @@
+"""Which inputs of a segment are indices, and what they may be.
+
+Eager raises an IndexError for an index that is out of range. A compiled loop checks it too, but in the middle of a
+parallel region, from which no exception can leave: the process would end. So the native core looks at such inputs
+before a run, and replays where one is out of range. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from coexec.backends.spec import Arg, Const, Op, SegmentSpec, TensorArg, TensorInput, TensorListArg, Value, used_values
+
+SAME_ELEMENTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view", "_unsafe_view", "reshape", "alias", "detach", "unsqueeze", "squeeze", "squeeze.dim", "expand",
+        "permute", "transpose.int", "t", "slice.Tensor", "select.int", "as_strided", "clone", "contiguous", "_to_copy",
+        "cat", "stack", "flatten.using_ints", "repeat", "split.Tensor", "split_with_sizes", "unbind.int", "flip",
+    )
+)  # fmt: skip
+"""Ops of whose results every element is an element of an argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRange:
+    """Elements of tensor input `input` must lie in [0, size), or in [-size, size) if they may count `from_end`.
+
+    One that is `ignored` may be anything.
+    """
+
+    input: int
+    size: int
+    from_end: bool = False
+    ignored: int | None = None
+
+
+def index_ranges(spec: SegmentSpec) -> list[IndexRange]:
+    """Every range that an input must keep, in the order of the ops. Indices that the segment computes have none."""
+    origins, values = _origins(spec), spec.values()
+    return list(
+        dict.fromkeys(
+            IndexRange(position, size, from_end, ignored)
+            for op in spec.ops
+            for value, size, from_end, ignored in _indices(op, values)
+            for position in sorted(origins.get(value, ()))
+        )
+    )
+
+
+def _origins(spec: SegmentSpec) -> dict[int, frozenset[int]]:
+    """Per value of integers, the inputs that all its elements are from."""
+    integers = {v.id: v for v in spec.values().values() if v.dtype in ("int64", "int32")}
+    origins = {
+        entry.value.id: frozenset({position})
+        for position, entry in enumerate(spec.inputs)
+        if isinstance(entry, TensorInput) and entry.value.id in integers
+    }
+    for op in spec.ops:
+        used = [value for arg in op.args for value in used_values(arg)]
+        passes = op.op in SAME_ELEMENTS and all(value in origins for value in used)
+        for out in op.outs:
+            if out is None or out.id not in integers:
+                continue
+            if out.id in used:  # written in place
+                origins = {value: of for value, of in origins.items() if integers[value].storage != out.storage}
+            elif passes:
+                origins[out.id] = frozenset[int]().union(*(origins[value] for value in used))
+    return origins
+
+
+Found = tuple[int, int, bool, int | None]
+"""(value, size, from_end, ignored), as in IndexRange."""
+
+
+def _indices(op: Op, values: dict[int, Value]) -> Iterator[Found]:
+    """The index arguments of an op that are tensors, each with what it may be."""
+    name = op.op.removeprefix("aten::").partition(".")[0].removesuffix("_")
+    if (find := _FINDERS.get(name)) is not None:
+        yield from find(op.args, values)
+
+
+def _embedding(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
+    """(weight, indices, ..)"""
+    if isinstance(args[0], TensorArg) and isinstance(args[1], TensorArg):
+        yield args[1].value, values[args[0].value].sizes[0], False, None
+
+
+def _embedding_backward(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
+    """(grad, indices, num_weights, ..)"""
+    if isinstance(args[1], TensorArg) and (rows := _integer(args[2])) is not None:
+        yield args[1].value, rows, False, None
+
+
+def _along_dimension(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
+    """(self, dim, index, ..)"""
+    dim = _integer(args[1])
+    if isinstance(args[0], TensorArg) and isinstance(args[2], TensorArg) and dim is not None:
+        sizes = values[args[0].value].sizes or (1,)
+        yield args[2].value, sizes[dim], False, None
+
+
+def _by_position(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
+    """(self, indices, ..): one per dimension, a mask for as many as it has."""
+    if not (isinstance(args[0], TensorArg) and isinstance(args[1], TensorListArg)):
+        return
+    sizes, dim = values[args[0].value].sizes, 0
+    for index in args[1].values:
+        if index is not None and values[index].dtype not in ("bool", "uint8"):
+            yield index, sizes[dim], True, None
+        dim += len(values[index].sizes) if index is not None and values[index].dtype in ("bool", "uint8") else 1
+
+
+def _take(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
+    """(self, index, ..): positions in the flattened tensor."""
+    if isinstance(args[0], TensorArg) and isinstance(args[1], TensorArg):
+        yield args[1].value, math.prod(values[args[0].value].sizes), True, None
+
+
+def _class_of(scores: int) -> Callable[[tuple[Arg, ...], dict[int, Value]], Iterator[Found]]:
+    """(.., scores, target, weight, reduction, ignore_index, ..)"""
+
+    def find(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
+        given, target, ignored = args[scores], args[scores + 1], _integer(args[scores + 4])
+        if isinstance(given, TensorArg) and isinstance(target, TensorArg) and ignored is not None:
+            sizes = values[given.value].sizes
+            yield target.value, sizes[1] if len(sizes) > 1 else sizes[0], False, ignored
+
+    return find
+
+
+def _integer(arg: Arg) -> int | None:
+    return arg.value if isinstance(arg, Const) and isinstance(arg.value, int) else None
+
+
+_FINDERS: dict[str, Callable[[tuple[Arg, ...], dict[int, Value]], Iterator[Found]]] = {
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(
+        ("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy", "index_fill"),
+        _along_dimension,
+    ),
+    **dict.fromkeys(("index", "index_put", "_index_put_impl"), _by_position),
+    **dict.fromkeys(("take", "put"), _take),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _class_of(0)),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _class_of(1)),
+}
+"""By the op's name without its overload and the underscore of what works in place."""

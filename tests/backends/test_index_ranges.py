@@ -1,0 +1,66 @@
+"""Which inputs of a segment are indices, and what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coexec.backends.index_ranges import IndexRange, index_ranges
+from coexec.backends.spec import TensorInput
+from tests.backends.recording import record
+
+INTEGERS = torch.tensor([0, 2, 1])
+SCORES = torch.randn(3, 5)
+TABLE = torch.randn(7, 4)
+
+CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, bool, int | None]]]] = {
+    "embedding": (lambda i: F.embedding(i, TABLE), [(7, False, None)]),
+    "through views and copies": (
+        lambda i: F.embedding(i[None, :2].expand(2, 2).contiguous(), TABLE),
+        [(7, False, None)],
+    ),
+    "parts of it joined": (lambda i: F.embedding(torch.cat([i[:1], i[1:]]), TABLE), [(7, False, None)]),
+    "position": (lambda i: TABLE[i], [(7, True, None)]),
+    "second position": (lambda i: TABLE[:, i], [(4, True, None)]),
+    "both positions": (lambda i: TABLE[i, i], [(7, True, None), (4, True, None)]),
+    "behind a mask": (lambda i: torch.zeros(3, 7)[SCORES[:, 0] > -9, i], [(7, True, None)]),
+    "written by position": (lambda i: TABLE.clone().index_put_((i,), torch.zeros(3, 4)), [(7, True, None)]),
+    "gather": (lambda i: SCORES.gather(1, i[:, None]), [(5, False, None)]),
+    "gather, from the end": (lambda i: SCORES.gather(-1, i[:, None]), [(5, False, None)]),
+    "scatter": (lambda i: torch.zeros(4).scatter_add(0, i, torch.ones(3)), [(4, False, None)]),
+    "index_select": (lambda i: TABLE.index_select(1, i), [(4, False, None)]),
+    "take": (lambda i: TABLE.take(i), [(28, True, None)]),
+    "class": (lambda i: F.cross_entropy(SCORES, i), [(5, False, -100)]),
+    "class to be ignored": (lambda i: F.nll_loss(SCORES, i, ignore_index=2), [(5, False, 2)]),
+    "pixels": (lambda i: F.cross_entropy(SCORES[None, :, :, None].transpose(1, 2), i[None, :, None] * 1), []),
+    "computed": (lambda i: F.embedding(i + 1, TABLE), []),
+    "overwritten": (lambda i: F.embedding(i.clone().add_(1), TABLE), []),
+    "no index": (lambda i: TABLE[:3] * i[:, None], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranges_of_an_input(name: str) -> None:
+    step, expected = CASES[name]
+    spec = record(lambda recorder: [step(INTEGERS)]).spec
+    found = index_ranges(spec)
+    assert [(r.size, r.from_end, r.ignored) for r in found] == expected
+    for r in found:
+        entry = spec.inputs[r.input]
+        assert isinstance(entry, TensorInput)
+        assert (entry.value.dtype, entry.value.sizes) == ("int64", (3,))
+
+
+def test_backward_of_an_embedding_and_a_loss() -> None:
+    table = TABLE.clone().requires_grad_()
+
+    def step(recorder: object) -> list[torch.Tensor]:
+        loss = F.cross_entropy(F.embedding(INTEGERS, table), INTEGERS)
+        return list(torch.autograd.grad(loss, [table]))
+
+    found = index_ranges(record(step).spec)
+    assert [r for r in found if r.input == found[0].input] == found
+    assert set(found) == {IndexRange(found[0].input, 7), IndexRange(found[0].input, 4, ignored=-100)}
