@@ -146,6 +146,25 @@ def test_pure_cancellation_is_measured_by_eagers_own_noise(monkeypatch: pytest.M
     assert not check(recording, change(10.0), monkeypatch).accepted
 
 
+def test_a_loss_that_wants_probabilities_bears_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels of one became 1.0000001, and the loss raised: the segment was never compiled."""
+    torch.manual_seed(0)
+    logits = torch.randn(64)
+
+    def real_or_not(recorder: Recorder) -> list[torch.Tensor]:
+        fake = torch.nn.functional.binary_cross_entropy(logits.sigmoid(), torch.zeros(64))
+        return [torch.nn.functional.binary_cross_entropy(logits.sigmoid(), torch.ones(64)) - fake]
+
+    def certain(recorder: Recorder) -> list[torch.Tensor]:
+        return [torch.nn.functional.binary_cross_entropy((logits * 1e3).sigmoid(), torch.ones(64)) / 3]
+
+    for step in (real_or_not, certain):  # a sigmoid of exactly one, too, is beyond it with the noise
+        recording = record(step)
+        almost, off = (wrong(lambda r, i, by=by: [r[0] * by])(recording) for by in (1 + 1e-6, 1.01))
+        check(recording, almost, monkeypatch)
+        assert not check(recording, off, monkeypatch).accepted
+
+
 def test_a_training_step_with_a_wrong_step_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = mlp_adamw(mode="functional")
 

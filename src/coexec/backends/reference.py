@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coexec.backends.ops import Fed, Overload, call, decode, draws, resolve, torch_dtype
-from coexec.backends.spec import Op, Publish, SegmentSpec, SpecError, Value
+from coexec.backends.spec import Op, Publish, SegmentSpec, SpecError, Value, used_values
 from coexec.errors import CoexecError
 
 WIDE = {
@@ -117,14 +117,14 @@ class Run:
         for out, tensor in zip(op.outs, self.call(op, overload, named), strict=True):
             if out is not None:
                 assert tensor is not None
-                self.disturb(out, tensor, draws(op))
+                self.disturb(out, tensor, rounds=not draws(op) and any(used_values(arg) for arg in op.args))
                 self.bind(out, tensor, op.op)
 
-    def disturb(self, out: Value, tensor: torch.Tensor, random: bool) -> None:
-        """Add the noise to a result in memory of its own."""
+    def disturb(self, out: Value, tensor: torch.Tensor, rounds: bool) -> None:
+        """Add the noise to a result in memory of its own. `rounds`: it is computed from others; ones are just one."""
         fresh = out.storage not in self.storages_seen
         self.storages_seen.add(out.storage)
-        if self.noise is None or random or not fresh or tensor.dtype not in WIDE or not _is_dense(tensor):
+        if self.noise is None or not rounds or not fresh or tensor.dtype not in WIDE or not _is_dense(tensor):
             return
         signs = torch.randint(0, 2, tensor.shape, generator=self.noise, dtype=torch.int8) * 2 - 1
         tensor.mul_(1 + signs.to(tensor.dtype) * torch.finfo(tensor.dtype).eps)

@@ -229,7 +229,7 @@ class _Check:
             return self.problem(f"{name}: {int(unlike.sum())} elements are infinite or NaN only on one side")
         error, allowed = error_and_bound(compiled, narrow, wide)
         for count in NOISY_RUNS if error > allowed else ():
-            allowed = max(error_and_bound(compiled, noisy, wide)[1] for noisy in self.noisy(name, count))
+            allowed = max([allowed, *(error_and_bound(compiled, noisy, wide)[1] for noisy in self.noisy(name, count))])
             if error <= allowed:
                 self.report.by_noise.append(name)
                 break
@@ -249,11 +249,17 @@ class _Check:
         self.report.by_noise.append(name)
 
     def noisy(self, name: str, count: int) -> list[torch.Tensor]:
-        """The tensor `name` of `count` runs of eager in which every op rounds differently."""
+        """The tensor `name` of `count` runs of eager in which every op rounds differently.
+
+        There are fewer if they take long, and none of a segment that raises for such inputs: a probability above 1.
+        """
         start = time.perf_counter()
         while len(self.noisy_runs) < count:
             torch.set_rng_state(self.state)
-            self.noisy_runs.append(run_reference(self.spec, self.inputs, in_place=False, noise=self.noise))
+            try:
+                self.noisy_runs.append(run_reference(self.spec, self.inputs, in_place=False, noise=self.noise))
+            except RuntimeError:
+                break
             if time.perf_counter() - start > NOISY_RUNS_S:
                 break
         kind, _, position = name.partition(" ")
