@@ -69,6 +69,7 @@ def test_inputs_that_are_parts_of_one_tensor_run_one_artifact() -> None:
     pair.settle()
     found = [v for v in versions(pair) if v.symbolic is not None]
     assert [v.state for v in found] == [State.COMPILED], pair.step.explain()
+    pair.run(20)  # its trial, in which every second pass is replayed
     runs = found[0].native.runs
     pair.run(20)
     assert found[0].native.runs - runs >= 15, pair.step.explain()

@@ -12,24 +12,38 @@ struct Announced {
   std::atomic<size_t> n{0};
   std::vector<std::shared_ptr<Overlap>> overlaps;
 };
-ProcessMutex announced_m;
 Announced& announced() {
   static auto* a = new Announced();
   return *a;
 }
 
+// Held during forks with the locks of all that is announced; whoever has one of those takes locks of other tables, so
+// they come first.
+std::mutex announced_m;
+void lock_announced(void*) {
+  announced_m.lock();
+  for (auto& o : announced().overlaps)
+    o->lock();
+}
+void unlock_announced(void*) {
+  for (auto& o : announced().overlaps)
+    o->unlock();
+  announced_m.unlock();
+}
+const bool held = hold_during_forks(&lock_announced, &unlock_announced, nullptr, true);
+
 std::vector<std::shared_ptr<Overlap>> announced_now() {
   auto& a = announced();
   if (a.n.load(std::memory_order_acquire) == 0)
     return {};
-  std::lock_guard<ProcessMutex> l(announced_m);
+  std::lock_guard<std::mutex> l(announced_m);
   return a.overlaps;
 }
 
 void withdraw(const Overlap* o) {
   auto& a = announced();
   std::shared_ptr<Overlap> gone; // may be the last reference: goes without the lock
-  std::lock_guard<ProcessMutex> l(announced_m);
+  std::lock_guard<std::mutex> l(announced_m);
   for (auto i = a.overlaps.begin(); i != a.overlaps.end(); ++i)
     if (i->get() == o) {
       gone = std::move(*i);
@@ -209,7 +223,7 @@ std::shared_ptr<Overlap>& overlap_here() {
 
 void announce(const std::shared_ptr<Overlap>& o) {
   auto& a = announced();
-  std::lock_guard<ProcessMutex> l(announced_m);
+  std::lock_guard<std::mutex> l(announced_m);
   a.overlaps.push_back(o);
   a.n.store(a.overlaps.size(), std::memory_order_release);
 }

@@ -46,6 +46,14 @@ class Overlap {
   std::atomic<int64_t> waits{0};
   std::atomic<double> stall_s{0};
 
+  // In a thread that forks, before and after.
+  void lock() {
+    m_.lock();
+  }
+  void unlock() {
+    m_.unlock();
+  }
+
  private:
   bool pending_memory(const c10::StorageImpl* s) const;
   Touch touch(const at::Tensor& t, bool writes, bool view) const;

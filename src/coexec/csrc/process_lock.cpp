@@ -26,11 +26,12 @@ void unlock_all() {
 }
 } // namespace
 
-void hold_during_forks(void (*lock)(void*), void (*unlock)(void*), void* of) {
+bool hold_during_forks(void (*lock)(void*), void (*unlock)(void*), void* of, bool first) {
   // Handlers of Python's os.register_at_fork would not do: other such handlers run between them and the fork, and they
   // may wait for threads that wait for these locks.
   static int registered = pthread_atfork(&lock_all, &unlock_all, &unlock_all);
-  (void)registered; // ENOMEM is its only error
-  held_during_forks().push_back({lock, unlock, of});
+  auto& held = held_during_forks();
+  held.insert(first ? held.begin() : held.end(), {lock, unlock, of});
+  return registered == 0; // ENOMEM is its only error
 }
 } // namespace coexec

@@ -19,8 +19,8 @@ class SpinLock {
   std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
 };
 
-// Calls that a forking thread makes before fork() and after it, on both sides.
-void hold_during_forks(void (*lock)(void*), void (*unlock)(void*), void* of);
+// Calls that a forking thread makes before fork() and after it, on both sides. `first`: before the others' locks.
+bool hold_during_forks(void (*lock)(void*), void (*unlock)(void*), void* of, bool first = false);
 
 // A lock at namespace scope. A thread that forks holds all of them meanwhile, so that the child finds no table half
 // changed and no lock taken by a thread that does not exist there. The forking thread has the GIL: whoever is under one
