@@ -89,3 +89,34 @@ def test_a_number_that_no_graph_can_take() -> None:
     pair.run(12)
     assert pair.compiled_runs() > before, pair.why()
     pair.run(max(96 - pair.iteration, 0))  # not the value that was compiled: right, by replay
+
+
+def test_a_segment_that_begins_with_a_view_of_what_two_branches_give() -> None:
+    """It was taken for a value of an earlier segment, which was never there: such a segment ran no artifact."""
+
+    def make() -> Program:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 10, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor, pull: bool) -> float:
+            logits = model(x)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+            total = loss + 0.01 * logits.logsumexp(-1).square().mean() if pull else loss
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+            return loss.item()
+
+        def arguments(i: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+            generator = torch.Generator().manual_seed(i)
+            x = torch.randn(8, 16, 32, generator=generator)
+            return x, torch.randint(10, (8, 16), generator=generator), i % 4 == 3
+
+        return Program(step, arguments, lambda: model)
+
+    pair = Pair(make)
+    pair.settle()
+    pair.run(20)
+    for segment in pair.step._runner.segments.segments:
+        assert segment.native.unserved < 5, (segment.native.last_misfit, pair.step.explain())

@@ -212,8 +212,11 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
       in.storage = t[5].cast<int32_t>();
       const auto& seen = of_node.at(g->nodes[in.position])->inputs[in.input];
       in.geometry = seen.geometry;
-      if (in.slot >= 0) // not the memory, but the view of it that the op was given: its geometry may change
+      if (in.slot >= 0) { // not the memory, but the view of it that the op was given: its geometry may change
         in.slot = seen.slot;
+        // One that is made in the segment itself is not there when it starts: Python's own entry has it.
+        in.latest &= std::find(g->nodes.begin(), g->nodes.end(), s.program.node_of_slot(in.slot)) == g->nodes.end();
+      }
       if (in.slot >= 0)
         for (int32_t other : s.program.at(g->nodes[in.position]).producers[in.input])
           if (other >= 0 && other != in.slot)
