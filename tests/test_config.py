@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from coexec import config, errors
+from tests.pipes import abandoned
 
 
 def test_defaults_are_what_compile_documents() -> None:
@@ -138,12 +139,6 @@ def test_the_list_of_options_may_be_read_in_part() -> None:
     source = Path(__file__).resolve().parents[1] / "src"
     words = [sys.executable, "-c", "import runpy; input(); runpy.run_module('coexec.config', run_name='__main__')"]
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(source)}
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.stderr.read() == ""
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+    assert abandoned(process) == ""
     assert process.returncode == 0

@@ -123,24 +123,24 @@ def warm_up(child: Child, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, A
     return result
 
 
-@contextlib.contextmanager
-def asleep(child: Child) -> Iterator[None]:
+def asleep(child: Child) -> contextlib.AbstractContextManager[None]:
     """Within it the process and all that it has started are stopped: not even an idle thread of them spins."""
-    child.processes.stop()
-    try:
-        yield
-    finally:
-        child.processes.go_on()
+    return between(child.processes.stop, child.processes.go_on)
+
+
+def awake(child: Child) -> contextlib.AbstractContextManager[None]:
+    """Within it a sleeping process runs."""
+    return between(child.processes.go_on, child.processes.stop)
 
 
 @contextlib.contextmanager
-def awake(child: Child) -> Iterator[None]:
-    """Within it a sleeping process runs."""
-    child.processes.go_on()
+def between(first: Callable[[], None], then: Callable[[], None]) -> Iterator[None]:
+    """Calls one before, and the other after, whatever happens."""
+    first()
     try:
         yield
     finally:
-        child.processes.stop()
+        then()
 
 
 def take_turns(

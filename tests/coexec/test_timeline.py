@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,64 @@ def test_the_latest_calls_and_no_two_things_at_once(tmp_path: Path) -> None:
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in found if e["tid"] == thread and e["cat"] in category)
         assert spans
         assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(spans)), "at most 1 us of rounding"
+
+
+def test_a_graph_that_begins_anew_takes_its_numbers_along(tmp_path: Path) -> None:
+    """When a loop is folded, nodes get other numbers: spans of calls before that named other ops, or none at all."""
+    cell = nn.Linear(4, 4)
+
+    @exact
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        h = x
+        for _ in range(n):
+            h = cell(h).tanh()
+        return h.sum()
+
+    lengths = [12] * 6 + [3, 7, 2, 9, 5, 4, 8, 6, 3, 7]
+    for k, n in enumerate(lengths):
+        step(torch.ones(2, 4), n)
+        if k == 5 or k > 12:
+            step.timeline(tmp_path / "t.json")
+            calls = [e for e in events(tmp_path / "t.json") if e["cat"] == "call"]
+            work = [e for e in events(tmp_path / "t.json") if e["tid"] == 2 and e["ts"] >= calls[-1]["ts"]]
+            assert all("test_timeline.py" in e["name"] or "first operation" in e["name"] for e in work)
+            assert len(calls) <= step.stats().co_executed
+    assert step.stats().loops == 1
+
+
+def test_the_call_that_is_under_way_is_left_out(tmp_path: Path) -> None:
+    """Its spans are being written, by the graph's thread too."""
+    seen: list[int] = []
+
+    @exact
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if len(seen) >= 6:
+            step.timeline(tmp_path / "t.json")
+        seen.append(len(events(tmp_path / "t.json")) if len(seen) >= 6 else 0)
+        return (x @ x).sum()
+
+    for _ in range(8):
+        step(torch.eye(64))
+    before = step.stats().co_executed
+    calls = [e for e in events(tmp_path / "t.json") if e["cat"] == "call"]
+    assert len(calls) == before - 1, "asked by the last call, before it had ended"
+    reading, stop = threading.Event(), threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            step.timeline(tmp_path / "other.json")
+            reading.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    seen.clear()
+    for _ in range(200):
+        seen.clear()
+        step(torch.eye(64))
+    assert reading.wait(30)
+    stop.set()
+    reader.join()
+    assert events(tmp_path / "other.json")
 
 
 def test_without_a_co_executed_call_there_is_nothing_to_draw(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ SAME_ELEMENTS = frozenset(
 class IndexRange:
     """Elements of tensor input `input` must lie in [0, size), or in [-size, size) if they may count `from_end`.
 
+    All of them, also where the segment uses a part: what is out of range in the rest costs the compiled run, not more.
     One that is `ignored` may be anything.
     """
 

@@ -57,6 +57,7 @@ void Step::start_anew() {
   path.clear();
   crowded_.clear();
   small_reads_.clear();
+  timeline.clear(); // its spans have numbers of nodes that are others' from here on
   program.clear();
 }
 

@@ -30,7 +30,7 @@ void Step::return_early() {
   active_step() = nullptr;
   phase = Phase::Off;
   stats.returned_early++;
-  timeline.end_call();
+  timeline.returned();
   it_->close();
 }
 

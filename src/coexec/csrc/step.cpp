@@ -134,7 +134,7 @@ void Step::put_away() {
   if (it_) {
     forget_pending_writes(it_.get());
     learn_native_fills();
-    timeline.end_call();
+    timeline.over();
   }
   phase = Phase::Off;
   it_.reset();

@@ -20,10 +20,11 @@ struct Span {
   Clock::time_point start, end;
 };
 
-// One call. Each list is written by one runner, and read when neither runs.
+// One call. Each list is written by one runner, and read when it is over.
 struct CallSpans {
   static constexpr size_t kMost = 1 << 13; // later ones of a call are left out
   Clock::time_point start, end;
+  bool over = false; // neither runner writes any more: a call that returned early is over later
   std::vector<Span> python, graph;
 
   static void add(std::vector<Span>& to, const Span& span) {
@@ -44,6 +45,7 @@ struct CallSpans {
   }
 };
 
+// Changed and read with the GIL, but for the lists of the call that is under way.
 class Timeline {
  public:
   std::shared_ptr<CallSpans> begin_call() {
@@ -58,16 +60,31 @@ class Timeline {
     spans->python.clear();
     spans->graph.clear();
     spans->start = spans->end = Clock::now();
+    spans->over = false;
     calls_.push_back(spans);
     return spans;
   }
-  // The first time counts: a call that returned early is put away later.
-  void end_call() {
-    if (!calls_.empty() && calls_.back()->end == calls_.back()->start)
+  void returned() {
+    if (!calls_.empty())
       calls_.back()->end = Clock::now();
   }
-  const std::deque<std::shared_ptr<CallSpans>>& calls() const {
-    return calls_;
+  void over() {
+    if (calls_.empty())
+      return;
+    auto& call = *calls_.back();
+    if (call.end == call.start)
+      returned();
+    call.over = true;
+  }
+  std::vector<std::shared_ptr<const CallSpans>> calls() const {
+    std::vector<std::shared_ptr<const CallSpans>> over;
+    for (const auto& call : calls_)
+      if (call->over)
+        over.push_back(call);
+    return over;
+  }
+  void clear() {
+    calls_.clear();
   }
 
  private:
