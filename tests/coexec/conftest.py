@@ -12,6 +12,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 import coexec
 from coexec.intercept.build import build
 from coexec.intercept.native import native_if_ready
+from tests.coexec.gate import Gate
 
 HANG_S = 60.0  # a test of this folder takes a second or two
 
@@ -35,3 +36,18 @@ def quiet_process(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
     torch.set_num_threads(threads)
     coexec.reset()
+
+
+@pytest.fixture(scope="module")
+def the_gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.remove()
+
+
+@pytest.fixture
+def gate(the_gate: Gate) -> Iterator[Gate]:
+    the_gate.delay_s = 0.0
+    the_gate.open()
+    yield the_gate
+    the_gate.open()

@@ -58,7 +58,7 @@ class NotDescribableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DescribedOp:
-    """One op of the described iteration; fields as csrc/module.cpp export_description gives them."""
+    """One op of the described iteration; fields as csrc/bind_trace.h export_description gives them."""
 
     node: int
     kind: int
