@@ -86,7 +86,7 @@ namespace {
 // graph has written before is not such memory. (A path on which it has is met by Step::host, which waits.)
 class Slices {
  public:
-  Slices(std::deque<TraceOp>& ops, std::unordered_set<uint64_t>& known) : ops_(ops), known_(known) {}
+  Slices(Recycled<TraceOp>& ops, std::unordered_set<uint64_t>& known) : ops_(ops), known_(known) {}
 
   // Marks the reads and what they depend on. `known_`: uids marked in earlier traces, so that a path without the read
   // shares its nodes with the path that has it.
@@ -173,7 +173,7 @@ class Slices {
     known_.insert(t.uid);
   }
 
-  std::deque<TraceOp>& ops_;
+  Recycled<TraceOp>& ops_;
   std::unordered_set<uint64_t>& known_;
   std::vector<int> cost_; // per op
   std::unordered_set<const c10::StorageImpl*> written_; // by the graph, so far

@@ -27,14 +27,13 @@ void Recorder::begin(std::vector<c10::StorageImpl*> step_arguments) {
 void Recorder::begin_with_prefix(std::vector<c10::StorageImpl*> step_arguments, const std::vector<Node*>& prefix) {
   begin(std::move(step_arguments));
   for (auto* n : prefix) {
-    TraceOp op;
+    TraceOp& op = ops.emplace_back();
     op.info = n->info;
     op.kind = n->kind;
     op.location = n->location;
     op.uid = n->uid;
     op.folded = n->folded;
     op.node = n->id;
-    ops.push_back(std::move(op));
     occurrence(n->location, n->info->name_hash);
   }
 }
@@ -298,7 +297,7 @@ void Recorder::make_external(const TraceOp& t) {
 }
 
 void Recorder::record_pseudo(const OpInfo* info, Kind kind, const OpIdentity& id, const at::Tensor* x) {
-  TraceOp t;
+  TraceOp& t = ops.emplace_back();
   t.info = info;
   t.kind = kind;
   t.location = id.location;
@@ -311,6 +310,5 @@ void Recorder::record_pseudo(const OpInfo* info, Kind kind, const OpIdentity& id
     t.args.push_back(a);
   }
   make_external(t);
-  ops.push_back(std::move(t));
 }
 } // namespace coexec

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 #include <unordered_set>
 #include "program.h"
+#include "recycled.h"
 
 namespace coexec {
 
@@ -30,7 +31,7 @@ struct TraceInput {
   c10::StorageImpl* storage; // identity only
 };
 
-// Inline storage: a recorded op costs a handful of allocations less, which is what recording costs.
+// Inline storage, and used again in the next trace: allocations are what recording costs.
 struct TraceOp {
   const OpInfo* info = nullptr;
   Kind kind = Kind::Compute;
@@ -45,6 +46,22 @@ struct TraceOp {
   c10::SmallVector<size_t, 1> nbytes; // per output
   c10::SmallVector<c10::StorageImpl*, 1> storages; // per output
   c10::SmallVector<int16_t, 2> writes;
+
+  void reset() {
+    info = nullptr;
+    kind = Kind::Compute;
+    location = uid = 0;
+    folded = false;
+    node = -1;
+    args.clear();
+    inputs.clear();
+    returns.clear();
+    outputs.clear();
+    geometries.clear();
+    nbytes.clear();
+    storages.clear();
+    writes.clear();
+  }
 };
 
 struct TraceExternal {
@@ -85,7 +102,7 @@ class Recorder {
   void record_pseudo(const OpInfo* info, Kind kind, const OpIdentity& id, const at::Tensor* t);
   void classify_host_ops(); // once, when the trace has ended
 
-  std::deque<TraceOp> ops; // never moved
+  Recycled<TraceOp> ops;
   std::vector<TraceExternal> externals;
   bool complete = false;
   std::string other_device; // of a tensor that an op met, if it is neither the CPU nor meta
