@@ -36,6 +36,13 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, b
     "class": (lambda i: F.cross_entropy(SCORES, i), [(5, False, -100)]),
     "class to be ignored": (lambda i: F.nll_loss(SCORES, i, ignore_index=2), [(5, False, 2)]),
     "pixels": (lambda i: F.cross_entropy(SCORES[None, :, :, None].transpose(1, 2), i[None, :, None] * 1), []),
+    "copied into other memory": (
+        lambda i: F.embedding(torch.zeros(3, dtype=torch.long).copy_(i), TABLE),
+        [(7, False, None)],
+    ),
+    "cast": (lambda i: F.embedding(i.int(), TABLE), [(7, False, None)]),
+    "cast to what may wrap around": (lambda i: F.embedding(i.to(torch.uint8).long(), TABLE), []),
+    "overwritten by a copy of what is computed": (lambda i: F.embedding(i.clone().copy_(i + 1), TABLE), []),
     "computed": (lambda i: F.embedding(i + 1, TABLE), []),
     "overwritten": (lambda i: F.embedding(i.clone().add_(1), TABLE), []),
     "no index": (lambda i: TABLE[:3] * i[:, None], []),
@@ -52,6 +59,13 @@ def test_ranges_of_an_input(name: str) -> None:
         entry = spec.inputs[r.input]
         assert isinstance(entry, TensorInput)
         assert (entry.value.dtype, entry.value.sizes) == ("int64", (3,))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.bool, torch.float32, torch.float64])
+def test_indices_that_come_in_another_dtype(dtype: torch.dtype) -> None:
+    given = INTEGERS.to(dtype)
+    spec = record(lambda recorder: [F.cross_entropy(SCORES, given.long())]).spec
+    assert [(r.size, r.from_end, r.ignored) for r in index_ranges(spec)] == [(5, False, -100)]
 
 
 def test_backward_of_an_embedding_and_a_loss() -> None:

@@ -27,8 +27,12 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("lengths", [(LENGTH,), (LENGTH, 3000, 5001)], ids=["one length", "many lengths"])
-def test_an_index_out_of_range_in_compiled_code(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "given_as"),
+    [((LENGTH,), torch.float32), ((LENGTH, 3000, 5001), torch.int64)],
+    ids=["one length, labels cast", "many lengths"],
+)
+def test_an_index_out_of_range_in_compiled_code(lengths: tuple[int, ...], given_as: torch.dtype) -> None:
     def make() -> Program:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(WORDS, CLASSES), nn.Tanh(), nn.Hardswish())
@@ -36,7 +40,7 @@ def test_an_index_out_of_range_in_compiled_code(lengths: tuple[int, ...]) -> Non
 
         def step(words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(words), labels)
+            loss = nn.functional.cross_entropy(model(words), labels.long())
             loss.backward()
             optimizer.step()
             return loss.detach()
@@ -47,7 +51,7 @@ def test_an_index_out_of_range_in_compiled_code(lengths: tuple[int, ...]) -> Non
     for i in range(300):
         generator, length = torch.Generator().manual_seed(i), lengths[i % len(lengths)]
         words = torch.randint(WORDS, (length,), generator=generator)
-        arguments[i] = words, words % CLASSES
+        arguments[i] = words, (words % CLASSES).to(given_as)
     pair = Pair(make)
     pair.settle()
     for wrong, error in (("word", IndexError), ("negative word", IndexError), ("label", IndexError)):

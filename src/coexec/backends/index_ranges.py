@@ -23,6 +23,10 @@ SAME_ELEMENTS = frozenset(
 )  # fmt: skip
 """Ops of whose results every element is an element of an argument."""
 
+INDEX_DTYPES = ("int64", "int32")
+GIVEN_DTYPES = (*INDEX_DTYPES, "int16", "int8", "uint8", "bool", "float32", "float64")
+"""Of inputs that can become indices by a cast; csrc/run_segment.cpp looks at the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class IndexRange:
@@ -52,24 +56,31 @@ def index_ranges(spec: SegmentSpec) -> list[IndexRange]:
 
 
 def _origins(spec: SegmentSpec) -> dict[int, frozenset[int]]:
-    """Per value of integers, the inputs that all its elements are from."""
-    integers = {v.id: v for v in spec.values().values() if v.dtype in ("int64", "int32")}
+    """Per value of numbers that may be indices, the inputs that all its elements are from."""
+    values = {v.id: v for v in spec.values().values() if v.dtype in GIVEN_DTYPES}
     origins = {
         entry.value.id: frozenset({position})
         for position, entry in enumerate(spec.inputs)
-        if isinstance(entry, TensorInput) and entry.value.id in integers
+        if isinstance(entry, TensorInput) and entry.value.id in values
     }
     for op in spec.ops:
         used = [value for arg in op.args for value in used_values(arg)]
-        passes = op.op in SAME_ELEMENTS and all(value in origins for value in used)
+        taken = used[1:] if op.op == "aten::copy_" else used if op.op in SAME_ELEMENTS else []
         for out in op.outs:
-            if out is None or out.id not in integers:
+            if out is None or out.id not in values:
                 continue
+            passes = taken and all(value in origins and keeps_indices(values[value], out) for value in taken)
+            elements = frozenset[int]().union(*(origins[value] for value in taken)) if passes else frozenset[int]()
             if out.id in used:  # written in place
-                origins = {value: of for value, of in origins.items() if integers[value].storage != out.storage}
-            elif passes:
-                origins[out.id] = frozenset[int]().union(*(origins[value] for value in used))
+                origins = {value: of for value, of in origins.items() if values[value].storage != out.storage}
+            if elements:
+                origins[out.id] = elements
     return origins
+
+
+def keeps_indices(source: Value, copy: Value) -> bool:
+    """Whether an index that is in range is the same number in the copy: a cast to a small dtype may wrap around."""
+    return copy.dtype == source.dtype or copy.dtype in INDEX_DTYPES
 
 
 Found = tuple[int, int, bool, int | None]

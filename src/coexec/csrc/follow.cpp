@@ -137,6 +137,7 @@ void Step::advance(Node& n) {
   Entry& e = it_->next_entry();
   e.node = &n;
   e.variant = nullptr;
+  e.args.clear(); // an iteration that failed left those of its ops that never ran
   e.patches.clear();
   e.awaited = false;
   bool again = passed_[n.id];

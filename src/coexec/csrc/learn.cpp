@@ -30,6 +30,7 @@ std::unique_ptr<Node> Step::new_node(const TraceOp& t) {
   n->location = t.location;
   n->uid = t.uid;
   n->folded = t.folded;
+  n->guarded = place(t.location).guarded;
   n->args.assign(t.args.begin(), t.args.end());
   n->returns.assign(t.returns.begin(), t.returns.end());
   n->outputs.assign(t.outputs.begin(), t.outputs.end());

@@ -1,6 +1,8 @@
 // Where an op of the user's thread is, and whether it is the one that a node of the TraceGraph stands for.
 #include <ATen/SequenceNumber.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/TypeCast.h>
 #include <torch/csrc/autograd/function.h>
 #include <typeinfo>
 #include "step.h"
@@ -75,12 +77,65 @@ bool Step::match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t 
   return false;
 }
 
-// A probability that is none raises at once, on its own line and inside of its `try`: the op is not the graph's.
-static bool may_be_fed(const OpInfo& info, size_t arg, const c10::IValue& number) {
-  if (info.probability < 0 || arg != static_cast<size_t>(info.probability))
+namespace {
+template <class T>
+bool fits_real(const c10::Scalar& x) {
+  return x.isComplex()      ? !c10::overflows<T, c10::complex<double>>(x.toComplexDouble())
+      : x.isFloatingPoint() ? !c10::overflows<T, double>(x.toDouble())
+                            : !c10::overflows<T, int64_t>(x.toLong());
+}
+
+// Whether a kernel for `dtype` can hold the number: too large a one raises.
+bool fits(const c10::IValue& number, at::ScalarType dtype) {
+  if (number.isList()) {
+    auto l = number.toListRef();
+    return std::all_of(l.begin(), l.end(), [&](const c10::IValue& x) { return fits(x, dtype); });
+  }
+  if (!number.isScalar())
     return true;
-  double p = number.toScalar().toDouble();
-  return p >= 0 && p <= 1;
+  switch (dtype) {
+#define COEXEC_FITS(T, name) \
+  case at::ScalarType::name: \
+    return fits_real<T>(number.toScalar());
+    AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, COEXEC_FITS)
+    COEXEC_FITS(c10::complex<float>, ComplexFloat)
+    COEXEC_FITS(c10::complex<double>, ComplexDouble)
+#undef COEXEC_FITS
+    default:
+      return false;
+  }
+}
+
+std::optional<at::ScalarType> first_dtype(c10::ArrayRef<c10::IValue> args) {
+  for (const auto& v : args) {
+    if (v.isTensor() && v.toTensor().defined())
+      return v.toTensor().scalar_type();
+    if (v.isTensorList() && !v.toListRef().empty())
+      return v.toListRef()[0].toTensor().scalar_type();
+  }
+  return std::nullopt;
+}
+} // namespace
+
+// Whether the kernel is known to take a number that was not seen here before. One that it refuses has to raise at once,
+// on its own line, where a handler covers the op: then Python waits at the op from now on, unless the number can only
+// be too large.
+bool Step::takes(const Node& n, size_t arg, const c10::IValue& number, c10::ArrayRef<c10::IValue> args) {
+  const OpInfo& info = *n.info;
+  if (n.kind != Kind::Compute) // it runs at once
+    return true;
+  if (arg == static_cast<size_t>(info.probability)) {
+    double p = number.toScalar().toDouble();
+    return p >= 0 && p <= 1;
+  }
+  if (!n.guarded || same_value(n.args[arg].value, number))
+    return true;
+  if (!info.takes_any_number) {
+    recorder.untold.insert(mix(n.location, info.name_hash));
+    return false;
+  }
+  auto dtype = first_dtype(args);
+  return n.args[arg].type == Arg::Wrapped || !dtype || fits(number, *dtype);
 }
 
 // Nodes of one location and op are passes of a loop that is not folded; the one that this iteration has come to.
@@ -112,7 +167,7 @@ bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
         auto* t = v.toTensor().unsafeGetTensorImpl();
         if (!t->is_wrapped_number() || t->dtype().toScalarType() != a.wrapped_dtype)
           return false;
-        if (!a.fed && !same_value(a.value, wrapped_value(*t)))
+        if (a.fed ? !takes(n, i, wrapped_value(*t), args) : !same_value(a.value, wrapped_value(*t)))
           return false;
         break;
       }
@@ -136,7 +191,7 @@ bool Step::match(const Node& n, c10::ArrayRef<c10::IValue> args) {
           return false;
         break;
       case Arg::Number:
-        if (a.fed ? !may_be_fed(*n.info, i, v) : !same_value(a.value, v))
+        if (a.fed ? !takes(n, i, v, args) : !same_value(a.value, v))
           return false;
         break;
       case Arg::Object:

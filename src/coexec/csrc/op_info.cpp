@@ -74,6 +74,23 @@ bool checks_values(const std::string& base) {
   return names.count(base) || base.rfind("linalg_", 0) == 0 || base.rfind("_linalg_", 0) == 0;
 }
 
+// Arithmetic that nothing but a number too large makes fail. (Not what a zero, a negative power or a rounding mode
+// does.)
+bool takes_any_number(const std::string& name, std::string base) {
+  static const std::unordered_set<std::string> names = {"add", "sub", "rsub", "mul", "div", "true_divide", "addcmul",
+      "addcdiv", "lerp", "addmm", "addmv", "addr", "addbmm", "baddbmm", "clamp", "clamp_min", "clamp_max", "maximum",
+      "minimum", "eq", "ne", "lt", "le", "gt", "ge", "where", "masked_fill", "fill", "threshold", "leaky_relu", "elu",
+      "native_layer_norm", "native_group_norm", "native_batch_norm", "atan2", "copysign"};
+  bool rounds = name.find("_mode") != std::string::npos;
+  if (base.rfind("_foreach_", 0) == 0)
+    base = base.substr(9);
+  else if (base.rfind("_fused_", 0) == 0) // optimizers
+    return true;
+  if (!base.empty() && base.back() == '_')
+    base.pop_back();
+  return names.count(base) && !rounds;
+}
+
 std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   auto i = std::make_unique<OpInfo>();
   const auto& s = op.schema();
@@ -121,6 +138,7 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
   i->probability = i->name == "aten::bernoulli_.float" || i->name == "aten::bernoulli.p" ? 1 : -1;
   i->may_raise = i->probability < 0 && checks_values(base);
+  i->takes_any_number = takes_any_number(i->name, base);
   i->list_op = i->name == "aten::unbind.int" ? ListOp::Unbind
       : i->name == "aten::stack"             ? ListOp::Stack
       : i->name == "aten::cat"               ? ListOp::Cat

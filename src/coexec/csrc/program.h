@@ -69,6 +69,7 @@ struct Node {
   int32_t pair = 0; // number of its (location, op); a loop that is not folded has several nodes of one
   int16_t passes_on = -1; // input whose memory a computation returns, not as the argument itself
   bool folded = false; // in a loop: may be passed several times
+  bool guarded = false; // a handler of the user's covers it: an error has to come at once
   bool loop_cond = false; // what follows it decides whether a loop goes on; set with the plan
   std::vector<Arg> args;
   std::vector<int32_t> returns; // per schema return: -1 one tensor, n >= 0 a list of n tensors

@@ -246,13 +246,24 @@ static bool all_within(const at::Tensor& t, int64_t low, int64_t high, std::opti
   return std::all_of(p, p + dense.numel(), [&](T x) { return (x >= low && x < high) || (ignored && x == *ignored); });
 }
 
+// Dtypes as in backends/index_ranges.py: labels may come as bytes or floats, and be cast in the step.
+static bool all_indices_within(const at::Tensor& t, int64_t low, int64_t high, std::optional<int64_t> ignored) {
+  switch (t.scalar_type()) {
+#define COEXEC_WITHIN(T, name) \
+  case at::ScalarType::name:   \
+    return all_within<T>(t, low, high, ignored);
+    AT_FORALL_SCALAR_TYPES_AND(Bool, COEXEC_WITHIN)
+#undef COEXEC_WITHIN
+    default:
+      return false;
+  }
+}
+
 static bool indices_within(const Segment& s, const SegmentRun& run) {
   return std::all_of(s.ranges.begin(), s.ranges.end(), [&](const IndexRange& r) {
     int64_t size = r.expression < 0 ? r.size : evaluate(s.expressions[r.expression], run.symbols).value_or(0);
     int64_t low = r.from_end ? -size : 0;
-    const at::Tensor& t = run.used[r.input];
-    return t.scalar_type() == at::kInt ? all_within<int32_t>(t, low, size, r.ignored)
-                                       : all_within<int64_t>(t, low, size, r.ignored);
+    return all_indices_within(run.used[r.input], low, size, r.ignored);
   });
 }
 

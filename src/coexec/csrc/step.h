@@ -162,6 +162,7 @@ class Step {
   bool follow(const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack, uint64_t location);
   bool in_turn(const Node& n) const;
   bool match(const Node& n, c10::ArrayRef<c10::IValue> args);
+  bool takes(const Node& n, size_t arg, const c10::IValue& number, c10::ArrayRef<c10::IValue> args);
   bool match_input(const Node& n, const at::Tensor& t, int16_t arg, int16_t element);
   const Variant* infer_variant(Node& n, c10::ArrayRef<c10::IValue> args);
   const Variant* find_variant(Node& n, c10::ArrayRef<c10::IValue> args);
@@ -191,7 +192,7 @@ class Step {
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
   int32_t describe_external(const at::Tensor& t);
   void learn_survivors();
-  static std::unique_ptr<Node> new_node(const TraceOp& t);
+  std::unique_ptr<Node> new_node(const TraceOp& t);
   void link_path(const std::vector<int32_t>& nodes);
   void learn_producers(Node& n, const TraceOp& t, const std::vector<int32_t>& nodes);
   static bool learn_arguments(Node& n, const TraceOp& t);
