@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import coexec
 from tests.coexec.harness import Program
 from tests.coexec.programs import batch
 from tests.coexec.test_compiled import Pair, classifier, wide
@@ -120,3 +121,29 @@ def test_a_segment_that_begins_with_a_view_of_what_two_branches_give() -> None:
     pair.run(20)
     for segment in pair.step._runner.segments.segments:
         assert segment.native.unserved < 5, (segment.native.last_misfit, pair.step.explain())
+
+
+def test_inputs_of_a_call_that_failed_are_not_what_is_compiled_with() -> None:
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @coexec.compile
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(ids), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    ids, labels, wrong = torch.tensor([0, 1, 2, 3]), torch.arange(4), 0
+    for i in range(80):
+        if step._runner.segments._capturing is not None and wrong < 3:
+            wrong += 1
+            with pytest.raises(IndexError):
+                step(torch.tensor([0, 1, 9, 3]), labels)
+        step(ids, labels)
+        if i % 20 == 19:
+            assert step.wait_compiled(300)
+    assert wrong == 3
+    assert "compile error" not in step.explain()
+    assert step._runner._native.stats()["compiled_runs"] > 0, step.explain()

@@ -76,10 +76,15 @@ def test_inputs_that_are_parts_of_one_tensor_run_one_artifact() -> None:
 
 
 def test_a_batch_of_one_is_replayed_and_right() -> None:
-    rows = [16, 1, 5, 12, 1, 9]
+    rows = [1, 16, 1, 5, 1, 12, 1, 1, 9, 3]  # whatever is captured, one of them is next to it
     pair = Pair(lambda: classifier(rows))
     pair.settle()
-    pair.run(24)
+    pair.run(30)
+    found = [v for v in versions(pair) if v.symbolic is not None]
+    assert [v.state for v in found] == [State.COMPILED], pair.step.explain()
+    runs = found[0].native.runs
+    pair.run(20)
+    assert found[0].native.runs - runs >= 8, pair.step.explain()  # of ten passes with more than one row
     assert pair.step.stats().phase == "co-execution"
 
 

@@ -23,6 +23,7 @@ from coexec.backends.draws import call_draw, return_unused_draws
 from coexec.backends.fed import NotLowerableError, call_fed, has_fed
 from coexec.backends.ops import Overload, call, decode, draws, flatten_results, resolve, torch_dtype, written_values
 from coexec.backends.publish import mark
+from coexec.backends.results import copy_results_from_written_inputs
 from coexec.backends.spec import (
     NumberInput,
     Op,
@@ -144,6 +145,7 @@ def lower(spec: SegmentSpec, decompositions: dict[Any, Any], symbolic: Symbolic 
         graph = make_fx(lowering.run, decomposition_table=decompositions, tracing_mode=tracing_mode)(*inputs)
     assert isinstance(graph, GraphModule)
     return_unused_draws(graph)
+    copy_results_from_written_inputs(graph)
     return graph
 
 

@@ -97,6 +97,8 @@ void GraphRunner::start(
   it_ = std::move(it);
   segments_ = std::move(segments);
   inputs_ = std::move(inputs);
+  if (capture) // one that has begun is of an iteration that failed or fell back: its inputs may be the reason
+    capture->failed |= capture->begun();
   threads_ = at::get_num_threads();
   busy_ = true;
   cv_.notify_one();

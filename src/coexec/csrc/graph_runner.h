@@ -35,6 +35,9 @@ struct Capture {
   std::vector<Item> items;
   int64_t generator_start = -1, generator_nbytes = 0;
   bool failed = false;
+  bool begun() const {
+    return generator_start >= 0 || std::any_of(items.begin(), items.end(), [](const Item& i) { return i.start >= 0; });
+  }
 };
 
 class GraphRunner {

@@ -15,6 +15,7 @@ import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ class _Capturing:
     path: Path
     done: list[tuple[BuiltSegment, int, Path]] = field(default_factory=list)  # of a version for many sizes: the first
     tries: int = 0
+
+
+def _built(capturing: _Capturing) -> list[BuiltSegment]:
+    return [built for built, _, _ in capturing.done]
+
+
+def _are_passes(passes: Sequence[BuiltSegment]) -> bool:
+    """Whether one version for many sizes can be made from these and the last of them: a size of one is never one."""
+    *others, last = passes
+    try:
+        for other in others:
+            if artifact_key(other.spec) != artifact_key(last.spec):
+                unify_segments([other, last])
+    except NotExpressibleError:
+        return False
+    return True
 
 
 class SegmentManager:
@@ -356,7 +373,7 @@ class SegmentManager:
             known = {signature for _, signature, _ in capturing.done}
             fresh = described is not None and described.covers(segment) and segment.native.last_signature not in known
             again = self._build(segment, described, graph) if fresh and described is not None else None
-            complete, built = again is not None, again or built
+            complete, built = again is not None and _are_passes([built, *_built(capturing), again]), again or built
         if complete:
             complete = self._keep_capture(capturing, capture, built)
         if complete and version.symbolic is not None and len(capturing.done) < 2:
@@ -397,7 +414,7 @@ class SegmentManager:
         if version.symbolic is None:
             version.job = compile_worker().submit(version.spec, paths[0], timed=False)
         else:
-            passes = [built for built, _, _ in capturing.done]
+            passes = _built(capturing)
             try:
                 version.symbolic, patterns = unify_segments(passes)
             except NotExpressibleError as error:
