@@ -74,6 +74,22 @@ def test_commit_writes_parameters_in_place_without_a_copy(compiled: Compile) -> 
     assert "aoti_torch_clone" not in body
 
 
+def test_a_result_that_copies_what_is_written_has_memory_of_its_own(compiled: Compile) -> None:
+    """The compiler takes such a copy for one that changes nothing, and returns the input itself."""
+    cache, row, usage = torch.randn(6, 3), torch.randn(3), torch.zeros(6)
+
+    def run(recorder: Recorder) -> Sequence[torch.Tensor]:
+        before = cache.clone()
+        cache[2].copy_(row * 2)
+        usage.mul_(0.9)[2].add_(1)
+        return [before, cache.clone(), cache[1:3].clone(), usage.clone(), cache.t() + 0, usage.sum()]
+
+    recording = record(run, "commit")
+    artifact = compiled(recording.spec)
+    report = verify(recording.spec, artifact.library, recording.fresh_inputs(), timed=False)
+    assert report.problems == []
+
+
 def test_adam_step_sizes_are_read_at_run_time(compiled: Compile) -> None:
     recording = PROGRAMS["mlp_adamw"](mode="commit")
     run = load(compiled(recording.spec).library)
