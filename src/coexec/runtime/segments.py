@@ -188,7 +188,7 @@ class SegmentManager:
     def _stays_on_replay(self, planned: Segment) -> str:
         """Why nothing will be compiled for it; empty if something may."""
         if planned.kind == "python":
-            return "Python runs it"
+            return "one op that Python waits for"
         if not planned.compile:
             return "in a loop whose trip count varies" if planned.in_loop else "too few ops"
         option = self._only_replay()
