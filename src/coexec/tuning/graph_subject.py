@@ -11,6 +11,7 @@ import torch
 from coexec.backends.candidates.candidate import Runner
 from coexec.backends.candidates.program import Program
 from coexec.backends.candidates.registry import get
+from coexec.backends.graph_indices import graph_indices
 
 
 class GraphSubject:
@@ -28,9 +29,11 @@ class GraphSubject:
         return {"shape_class": shape_class_of(self._program.inputs), "inside": inside, "baked": baked}
 
     def build(self, candidate: str, folder: Path, threads: int, budget_s: float) -> Mapping[str, Any]:
-        """Compile into files."""
+        """Compile into files, if serving could look at all indices. Errors: CandidateError."""
         torch.set_num_threads(threads)
-        return get(candidate).build(self._program, folder, threads=threads, budget_s=budget_s)
+        found = get(candidate)
+        graph_indices(self._program.module).needed_by(found)
+        return found.build(self._program, folder, threads=threads, budget_s=budget_s)
 
     def load(self, candidate: str, folder: Path, metadata: Mapping[str, Any], threads: int) -> dict[str, Any]:
         """Load from files, as a serving process will; eager as a user has it."""
