@@ -83,7 +83,7 @@ class IndexSources:
         """A size: a constant, or an input that is a number plus a constant. None for anything else."""
         if isinstance(value, Node):
             value = value.meta.get("val")
-        if isinstance(value, int):
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):  # F.pad makes 3.0 of 3
             return Source(None, int(value), int(value))
         if not isinstance(value, torch.SymInt):
             return None
