@@ -90,6 +90,8 @@ ALWAYS_GOOD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "between bounds": lambda s: TABLE[s.long().clamp(0, 6)],
     "rows and columns": lambda s: TABLE.take(torch.arange(7)[:, None] * 4 + torch.arange(4)),
     "a remainder": lambda s: TABLE[s.long() % 7],
+    "computed from no input": lambda s: TABLE[(torch.arange(1, 7).float().log() * 3).long()],
+    "mask tokens counted": lambda s: TABLE[(s > 0).int().cumsum(1) * (s > 0).int() + 1],
     "what another table holds": lambda s: TABLE[torch.tensor([3, 6, 1])[s.argmax(1) % 3]],
 }
 
@@ -105,6 +107,9 @@ UNKNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a sum": lambda i: TABLE[i + i],
     "negated": lambda i: TABLE[-i],
     "counted up": lambda i: TABLE[i.cumsum(0)],
+    "counted up too far": lambda i: TABLE[torch.ones_like(i).repeat(3).cumsum(0) * (i[0] > 9).long()],
+    "drawn": lambda i: TABLE[torch.randint(0, 4, (3,))],
+    "computed from no input, out of range": lambda i: TABLE[(torch.arange(9).float() * 1.5).long()[:8]] * i[0],
     "cut to fewer bits": lambda i: TABLE[i.to(torch.int8).long()],
     "a sum of few bits": lambda i: TABLE[(i.to(torch.int8) + 1).long()],
     "constants out of range": lambda i: TABLE[torch.arange(8) * i.sum().clamp(0, 1)],

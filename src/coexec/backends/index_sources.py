@@ -1,7 +1,8 @@
 """What the elements of an integer tensor in a graph of `torch.compile` can be, as far as that is known before it runs.
 
-Each is an element of an input plus a constant, or a number between two bounds that stand in the graph. Of a tensor
-that is computed in another way nothing is known.
+Each is an element of an input plus a constant, or a number between two bounds: those that stand in the graph, or those
+of a tensor that depends on no input, which is computed here. Of a tensor that is computed from inputs in another way
+nothing is known.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sympy  # has neither stubs nor py.typed
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from coexec.backends.candidates.program import attribute
 from coexec.backends.index_ranges import SAME_ELEMENTS
@@ -69,7 +71,7 @@ class IndexSources:
             if node.op == "placeholder":
                 self._enter(node, placeholders)
                 placeholders += 1
-            elif (found := self._found(node)) is not None:
+            elif (found := self._found(node)) is not None or (found := self._computed(node)) is not None:
                 self._of[node] = found
 
     def of(self, node: Any) -> Sources | None:
@@ -102,7 +104,8 @@ class IndexSources:
 
     def _found(self, node: Node) -> Sources | None:
         if node.op == "get_attr":
-            return _of_attribute(self.tensors.get(node))
+            tensor = self.tensors.get(node)
+            return _between(tensor) if tensor is not None and tensor.dtype in INTEGERS else None
         if node.target is operator.getitem:
             return self._part(node)
         kinds = _kinds(node.meta.get("val"))
@@ -115,6 +118,14 @@ class IndexSources:
             return self.union(given) if same or kinds <= set(WIDE) else None
         rule = RULES.get(name.removeprefix("aten::").partition(".")[0])
         return rule(self, arguments) if rule is not None and kinds <= set(WIDE) else None
+
+    def _computed(self, node: Node) -> Sources | None:
+        """Of a tensor that depends on no input: by computing it."""
+        tensor = self.tensors.get(node)
+        if tensor is None or tensor.dtype not in INTEGERS:
+            return None
+        needed = _needed_for(node)
+        return None if needed is None else _between(_run(needed, self.tensors))
 
     def _part(self, node: Node) -> Sources | None:
         """One of several results: of a split, or the positions that a sort returns beside the values."""
@@ -160,10 +171,54 @@ def _kinds(value: Any) -> set[Any]:
     return {v.dtype if isinstance(v, torch.Tensor) else None for v in values}
 
 
-def _of_attribute(value: torch.Tensor | None) -> Sources | None:
-    if value is None or value.dtype not in INTEGERS:
-        return None
+def _between(value: torch.Tensor) -> Sources:
+    """From its smallest to its largest element."""
     return constant(int(value.min()), int(value.max())) if value.numel() else frozenset()
+
+
+# Tensors that depend on no input --------------------------------------------------------------------------------------
+
+MOST_ELEMENTS = 1 << 20
+"""Of a tensor that is computed in order to know what is in it, and of those that it is made from."""
+
+
+def _needed_for(node: Node) -> list[Node] | None:
+    """The nodes that compute this one, in their order; None if an input is among them, or what is better not run."""
+    found, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        if current.op != "get_attr" and not _may_run(current):
+            return None
+        new = [given for given in current.all_input_nodes if given not in found]
+        found.update(new)
+        waiting += new
+    return sorted(found)
+
+
+def _may_run(node: Node) -> bool:
+    """Whether it gives the same at each run, changes nothing and is small."""
+    value = node.meta.get("val")
+    sizes = [v.numel() for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor)]
+    if not sizes or not all(isinstance(size, int) and size <= MOST_ELEMENTS for size in sizes):
+        return False
+    if not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target.namespace == "aten" and not drawn and not node.target._schema.is_mutable
+
+
+def _run(nodes: list[Node], attributes: dict[Node, torch.Tensor]) -> torch.Tensor:
+    """The tensor of the last node."""
+    values: dict[Node, Any] = {}
+    with torch.no_grad():
+        for node in nodes:
+            if node.op == "get_attr":
+                values[node] = attributes[node]
+            else:
+                given = map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
+    result: torch.Tensor = values[nodes[-1]]
+    return result
 
 
 # Rules: (sources, arguments by name) of an op whose results are WIDE -------------------------------------------------
@@ -217,6 +272,15 @@ def _sum(sign: int) -> Rule:
     return rule
 
 
+def _running_sum(sources: IndexSources, arguments: dict[str, Any]) -> Sources | None:
+    tensor, terms = sources.tensors.get(arguments["self"]), sources.of(arguments["self"])
+    count = sources.number(1 if tensor is None or not tensor.dim() else tensor.shape[arguments["dim"]])
+    if not terms or count is None or any(source.input is not None for source in (count, *terms)):
+        return None
+    ends = [end * times for source in terms for end in (source.low, source.high) for times in (1, count.low)]
+    return constant(min(ends), max(ends))
+
+
 def _product(sources: IndexSources, arguments: dict[str, Any]) -> Sources | None:
     one, other = sources.of(arguments["self"]), sources.of(arguments["other"])
     if not one or not other or any(source.input is not None for source in one | other):
@@ -257,6 +321,7 @@ RULES: dict[str, Rule] = {
     "add": _sum(1),
     "sub": _sum(-1),
     "mul": _product,
+    "cumsum": _running_sum,
     "remainder": _remainder,
     **dict.fromkeys(("index", "index_select", "gather", "take"), _filled("self")),
     **dict.fromkeys(("argmax", "argmin", "argsort"), _positions),

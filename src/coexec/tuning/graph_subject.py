@@ -11,7 +11,7 @@ import torch
 from coexec.backends.candidates.candidate import Runner
 from coexec.backends.candidates.program import Program
 from coexec.backends.candidates.registry import get
-from coexec.backends.graph_indices import graph_indices
+from coexec.backends.graph_indices import GraphIndices, graph_indices
 
 
 class GraphSubject:
@@ -20,6 +20,7 @@ class GraphSubject:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._run: Runner | None = None
+        self._indices = GraphIndices()  # looked at before each call, as where it serves
 
     def describe(self) -> dict[str, Any]:
         """Classes of sizes and weights: see :class:`coexec.tuning.standing.Facts`."""
@@ -41,6 +42,7 @@ class GraphSubject:
 
         torch.set_num_threads(threads)
         found = get(candidate)
+        self._indices = graph_indices(self._program.module).needed_by(found)
         if found.name == "eager":
             self._run = fast_program(self._program)
         else:
@@ -59,8 +61,9 @@ class GraphSubject:
         self._loaded()
 
     def call(self) -> None:
-        """One call with the recorded inputs."""
+        """One call with the recorded inputs, and what serving does before it."""
         assert self._run is not None
+        self._indices.outside(self._program.inputs)
         self._run(*self._program.inputs)
 
     def _loaded(self) -> Runner:
