@@ -84,6 +84,7 @@ def test_narrow_integers_are_looked_at_too(dtype: torch.dtype, value: int) -> No
 ALWAYS_GOOD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a range": lambda s: TABLE[torch.arange(1, 7)],
     "constants": lambda s: TABLE[torch.tensor([0, 6])],
+    "nothing": lambda s: TABLE[torch.zeros(0, dtype=torch.int64)],
     "the largest": lambda s: TABLE[s.argmax(1)],
     "the best": lambda s: s.gather(1, s.topk(2, 1).indices),
     "a mask": lambda s: F.embedding((s > 0).long(), TABLE),
@@ -91,6 +92,7 @@ ALWAYS_GOOD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows and columns": lambda s: TABLE.take(torch.arange(7)[:, None] * 4 + torch.arange(4)),
     "a remainder": lambda s: TABLE[s.long() % 7],
     "computed from no input": lambda s: TABLE[(torch.arange(1, 7).float().log() * 3).long()],
+    "masked, computed from no input": lambda s: TABLE[torch.where(torch.arange(9) < 7, torch.arange(9), 3)],
     "mask tokens counted": lambda s: TABLE[(s > 0).int().cumsum(1) * (s > 0).int() + 1],
     "what another table holds": lambda s: TABLE[torch.tensor([3, 6, 1])[s.argmax(1) % 3]],
 }

@@ -107,12 +107,16 @@ def _ranges(
     sources: IndexSources, index: Node, size: Any, from_end: bool, ignored: int | None
 ) -> list[InputRange] | None:
     """What one index asks of the inputs; None if that is unknown, or if it is out of range whatever they are."""
-    limit, elements = sources.number(size), sources.of(index)
-    if limit is None or elements is None:
+    limit = sources.number(size)
+    if limit is None:
         return None
-    wanted = [InputRange(source, limit, from_end, ignored) for source in elements]
-    fixed = [r for r in wanted if r.source.input is None and r.size.input is None]
-    return [r for r in wanted if r not in fixed] if all(map(_always_holds, fixed)) else None
+    for known in (sources.of, sources.computed):  # the first is cheap, the second sees what a mask keeps out
+        elements = known(index)
+        wanted = [InputRange(source, limit, from_end, ignored) for source in elements or ()]
+        fixed = [r for r in wanted if r.source.input is None and r.size.input is None]
+        if elements is not None and all(map(_always_holds, fixed)):
+            return [r for r in wanted if r not in fixed]
+    return None
 
 
 def _always_holds(wanted: InputRange) -> bool:

@@ -71,7 +71,7 @@ class IndexSources:
             if node.op == "placeholder":
                 self._enter(node, placeholders)
                 placeholders += 1
-            elif (found := self._found(node)) is not None or (found := self._computed(node)) is not None:
+            elif (found := self._found(node)) is not None or (found := self.computed(node)) is not None:
                 self._of[node] = found
 
     def of(self, node: Any) -> Sources | None:
@@ -119,8 +119,8 @@ class IndexSources:
         rule = RULES.get(name.removeprefix("aten::").partition(".")[0])
         return rule(self, arguments) if rule is not None and kinds <= set(WIDE) else None
 
-    def _computed(self, node: Node) -> Sources | None:
-        """Of a tensor that depends on no input: by computing it."""
+    def computed(self, node: Node) -> Sources | None:
+        """Of a tensor that depends on no input: by computing it. None for others."""
         tensor = self.tensors.get(node)
         if tensor is None or tensor.dtype not in INTEGERS:
             return None
@@ -198,13 +198,17 @@ def _needed_for(node: Node) -> list[Node] | None:
 def _may_run(node: Node) -> bool:
     """Whether it gives the same at each run, changes nothing and is small."""
     value = node.meta.get("val")
-    sizes = [v.numel() for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor)]
-    if not sizes or not all(isinstance(size, int) and size <= MOST_ELEMENTS for size in sizes):
+    values: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(v, torch.Tensor) and _is_small(v.numel()) for v in values):
         return False
     if not isinstance(node.target, OpOverload):
         return node.target is operator.getitem
     drawn = torch.Tag.nondeterministic_seeded in node.target.tags
     return node.target.namespace == "aten" and not drawn and not node.target._schema.is_mutable
+
+
+def _is_small(elements: Any) -> bool:
+    return isinstance(elements, int) and elements <= MOST_ELEMENTS  # a symbol is no int
 
 
 def _run(nodes: list[Node], attributes: dict[Node, torch.Tensor]) -> torch.Tensor:
