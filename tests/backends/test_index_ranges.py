@@ -44,6 +44,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, b
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")  # it is said to be in beta
 @pytest.mark.parametrize("name", CASES)
 def test_ranges_of_an_input(name: str) -> None:
     step, expected = CASES[name]
