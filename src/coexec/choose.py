@@ -20,8 +20,15 @@ import torch
 
 from coexec.backends.cache import ArtifactCache
 from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import CandidateError, Runner, binds_static, captures_constants
+from coexec.backends.candidates.candidate import (
+    Candidate,
+    CandidateError,
+    Runner,
+    binds_static,
+    captures_constants,
+)
 from coexec.backends.candidates.program import Program, ProgramError
+from coexec.backends.graph_indices import GraphIndices
 from coexec.config import private_cache_dir
 from coexec.errors import CoexecError
 from coexec.subgraphs.entries import Decision
@@ -79,6 +86,7 @@ class Installed:
     run: Runner
     static_inputs: tuple[int, ...]  # those that it keeps
     values_matter: bool  # the artifact holds values of static inputs: a write to one of them makes it stale
+    indices: GraphIndices = field(default_factory=GraphIndices)  # to be looked at before a call: it may not raise
     identity: tuple[Any, ...] = field(default=())
 
     def bind(self, inputs: Sequence[Any]) -> None:
@@ -161,12 +169,20 @@ def environment_here(graph: Graph) -> Environment:
     return environment_of(graph.key.custom_ops, torch.get_num_threads())
 
 
-def install(store: Store, graph: Graph, decision: Decision, inputs: Sequence[Any]) -> Installed:
-    """Load the decision's artifact and check it on `inputs`; nothing is compiled. Errors: NotInstalledError."""
-    run = _loaded(store, decision, graph.program(inputs))
-    candidate = registry.get(decision.backend)
+def install(store: Store, graph: Graph, decision: Decision, inputs: Sequence[Any], indices: GraphIndices) -> Installed:
+    """Load the decision's artifact and check it on `inputs`; nothing is compiled. Errors: NotInstalledError.
+
+    Args:
+        indices: those of the graph; the inputs keep their ranges.
+    """
+    candidate = _candidate(decision)
+    try:
+        needed = indices.needed_by(candidate)
+    except CandidateError as error:
+        raise NotInstalledError("index unknown", f"{error}; `coexec tune` finds another backend") from error
+    run = _loaded(store, decision, candidate, graph.program(inputs))
     kept = graph.static_inputs if binds_static(candidate) else ()
-    installed = Installed(decision.backend, run, kept, values_matter=captures_constants(candidate))
+    installed = Installed(decision.backend, run, kept, captures_constants(candidate), needed)
     try:
         check_at(graph, installed, inputs)
     except NotInstalledError as error:
@@ -206,7 +222,14 @@ def segment_cache() -> ArtifactCache:
     return SegmentCache(open_store())
 
 
-def _loaded(store: Store, decision: Decision, program: Program) -> Runner:
+def _candidate(decision: Decision) -> Candidate:
+    try:
+        return registry.get(decision.backend)
+    except CandidateError as error:
+        raise NotInstalledError("refused", f"{decision.backend}: {error.reason}") from error
+
+
+def _loaded(store: Store, decision: Decision, candidate: Candidate, program: Program) -> Runner:
     needs_files = bool(decision.options.get("metadata")) or bool(decision.artifacts)
     if needs_files and not decision.artifacts:
         raise NotInstalledError("artifact missing", f"{decision.backend}: its files were pruned; `coexec tune` again")
@@ -214,7 +237,6 @@ def _loaded(store: Store, decision: Decision, program: Program) -> Runner:
     if folder is None:
         raise NotInstalledError("artifact missing", f"{decision.backend}: a file is missing, damaged or not trusted")
     try:
-        candidate = registry.get(decision.backend)
         availability = candidate.availability()
         if not availability.usable:
             raise NotInstalledError("backend unavailable", f"{decision.backend}: {availability.reason}")

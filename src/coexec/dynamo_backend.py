@@ -27,6 +27,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from coexec import choose, serving
 from coexec.backends.candidates import registry
+from coexec.backends.graph_indices import GraphIndices, graph_indices
 from coexec.choose import EAGER, Graph, Installed, NotInstalledError
 from coexec.config import private_cache_dir
 from coexec.errors import CacheFolderError, OptionValueError, UnknownOptionError
@@ -109,6 +110,11 @@ class Region:
     def __call__(self, *inputs: Any) -> Any:
         return self.current(*inputs)
 
+    @property
+    def faster(self) -> bool:
+        """A candidate serves one of its graphs."""
+        return any(site.installed for site in self.sites)
+
     def _site(self, kind: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         site = Site(module, inputs, kind, note_of(self.module), self.options)
         self.sites.append(site)
@@ -124,7 +130,7 @@ class Region:
         self.calls += 1
         serving.changed()
         returned = self.functional(*inputs)
-        if any(site.installed for site in self.sites):
+        if self.faster:
             self.current = self.functional
         elif self._settled():
             self.current = self.dynamo
@@ -154,6 +160,8 @@ class Site:
         self.changes = 0  # how often its weights were replaced or written
         self.sizes: set[tuple[int, ...]] = set()  # of a dynamic graph, at which the candidate was compared with eager
         self.choosing = threading.Lock()
+        self.indices: GraphIndices | None = None  # found at the first choice: none is made on inputs that eager rejects
+        self.outside_calls = 0  # with an index that is out of range, while something other than eager might have run
         self.graph = self._graph(inputs)
         self.unkeyable = self.graph is None
 
@@ -163,6 +171,9 @@ class Site:
             installed = self._changed(inputs)
         elif installed is None and not self.settled:
             installed = self._choose(inputs)
+        if installed is not None and (problem := installed.indices.outside(inputs)) is not None:
+            self._count_outside(problem)
+            installed = None  # eager raises, in its own words
         if installed is not None and self.graph is not None and self.graph.dynamic:
             installed = self._checked(installed, inputs)
         if installed is None:
@@ -199,6 +210,10 @@ class Site:
             return None
         return installed
 
+    def _count_outside(self, problem: str) -> None:
+        self.outside_calls += 1
+        choose.count("eager.index out of range", f"{self.note}: {problem}" if self.outside_calls == 1 else "")
+
     def _uninstall(self, name: str, text: str) -> None:
         self.installed, self.settled = None, True
         serving.changed()
@@ -216,14 +231,18 @@ class Site:
         dynamic = any(isinstance(value, torch.SymInt) for value in inputs) or _has_symbols(inputs)
         return Graph(key, self.module, static, training, dynamic, self.note)
 
-    def _choose(self, inputs: Sequence[Any], baked: bool = True) -> Installed | None:
+    def _choose(self, inputs: Sequence[Any]) -> Installed | None:
         """Decide what runs from now on. No error leaves: eager runs then, and it is counted."""
         with self.choosing:
             if self.settled:
                 return self.installed
-            self._hasten(inputs)
             try:
-                self.installed = self._chosen(inputs, baked)
+                indices = self._known_indices()
+                if (problem := indices.outside(inputs)) is not None:
+                    self._count_outside(problem)
+                    return None  # chosen for at a later call; neither a sample nor a comparison with eager is here
+                self._hasten(inputs)
+                self.installed = self._chosen(inputs, indices)
             except NotInstalledError as error:
                 choose.count(f"eager.{error.reason}", f"{self.note}: {error}")
             except Exception as error:
@@ -231,9 +250,14 @@ class Site:
             self.settled = True
             return self.installed
 
-    def _chosen(self, inputs: Sequence[Any], baked: bool) -> Installed | None:
+    def _known_indices(self) -> GraphIndices:
+        self.indices = self.indices or graph_indices(self.module)
+        return self.indices
+
+    def _chosen(self, inputs: Sequence[Any], indices: GraphIndices) -> Installed | None:
         assert self.graph is not None
         store, graph = the_store(), self.graph
+        baked = self.changes < 2  # weights that changed more than once change again: then nothing that holds them
         decision = None if self.options["mode"] == "collect" else choose.find(store, graph, inputs, baked=baked)
         if decision is None:
             stored = choose.remember(store, graph, inputs)
@@ -248,7 +272,7 @@ class Site:
         if decision.backend == EAGER:
             choose.count("eager.fastest", self.note)
             return None
-        installed = choose.install(store, graph, decision, inputs)
+        installed = choose.install(store, graph, decision, inputs, indices)
         choose.count(f"serve.{decision.backend}", f"{self.note}: {decision.reason}")
         return installed
 
@@ -275,8 +299,7 @@ class Site:
             self.installed, self.settled = None, self.changes > MAX_CHANGES
         serving.changed()
         choose.count("stale", f"{self.note}: its weights were changed")
-        # Weights that change more than once change again: then only what holds no values of them.
-        return None if self.settled else self._choose(inputs, baked=self.changes < 2)
+        return None if self.settled else self._choose(inputs)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 Dynamo's guards and wrappers take 10 to 100 us a call, whatever runs behind them: more than a small model computes, and
 no tuner sees it, because it times graphs. So a `Gate` stands in front of the compiled module. First calls go through to
 Dynamo. Once nothing is compiled or chosen any more, some go to the plain module instead, by turns, and all are timed.
-Where plain eager was faster it serves from then on, for inputs of these sizes, and Dynamo is not asked any more.
+Where plain eager was faster it serves from then on, for inputs of these sizes, and Dynamo is not asked any more. Where
+nothing else than eager was chosen there is nothing to compare, and plain eager serves without a trial.
 
 Plain eager is always right, so a verdict that is out of date costs only speed. There is a gate in front of modules, and
 for calls with gradients off: of a training step the forward alone would be timed. Of a function under `torch.compile`
@@ -21,7 +22,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._dynamo import eval_frame, trace_rules
@@ -99,6 +100,14 @@ class Trial:
         return f"plain eager took {plain_s * 1e3:.4f} ms, through torch.compile {compiled_s * 1e3:.4f} ms, by turns"
 
 
+class Served(Protocol):
+    """What was compiled of a module: one region."""
+
+    @property
+    def faster(self) -> bool:
+        """Something else than eager runs in it."""
+
+
 class Gate:
     """In front of one module that is under `torch.compile`."""
 
@@ -108,7 +117,7 @@ class Gate:
         self.serves_plain: dict[Signature, bool] = {}  # the verdicts
         self.trials: dict[Signature, Trial] = {}
         self.timing = threading.Lock()
-        self.watched: list[weakref.ref[Any]] = []
+        self.watched: list[weakref.ref[Served]] = []
 
     def function(self) -> Callable[..., Any]:
         """What is called in the place of `compiled`; Dynamo finds in its attributes what it looks for in those."""
@@ -130,14 +139,21 @@ class Gate:
             marked._torchdynamo_wrapper_id = id(gate)
         return gate
 
-    def watch(self, region: Any) -> None:
+    def watch(self, region: Served) -> None:
         """Verdicts end with what was compiled: after `torch._dynamo.reset()` another choice may be made."""
-        self.watched.append(weakref.ref(region, self._forget))
+        # By a weak reference: the module behind this gate would otherwise live until a collection of cycles.
+        self.watched.append(weakref.ref(region, functools.partial(_forget, weakref.ref(self))))
 
-    def _forget(self, region: weakref.ref[Any]) -> None:
+    def forget(self, region: weakref.ref[Served]) -> None:
+        """What a region made is gone, and with it all verdicts."""
         self.watched.remove(region)
         self.serves_plain.clear()
         self.trials.clear()
+
+    def _only_eager(self) -> bool:
+        """None of what was compiled here runs on anything else than eager."""
+        regions = [region for reference in self.watched if (region := reference()) is not None]
+        return not any(region.faster for region in regions)
 
     def _timed(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call whose time counts, unless another one is being timed (by another thread, or around this one)."""
@@ -160,16 +176,25 @@ class Gate:
             trial.unsettled()
             return
         serves_plain = trial.ended(seconds)
+        if trial.settled == SETTLED_CALLS and self._only_eager():
+            self.serves_plain[signature] = True
+            choose.count("eager.nothing compiled", f"{self.note}: no graph of it has another backend than eager")
+            return
         if serves_plain is None:
             return
         self.serves_plain[signature] = serves_plain
         choose.count("eager.faster than compiled" if serves_plain else "compiled is faster", f"{self.note}: {trial}")
 
 
+def _forget(gate: weakref.ref[Gate], region: weakref.ref[Served]) -> None:
+    if (there := gate()) is not None:
+        there.forget(region)
+
+
 # Where the gate goes --------------------------------------------------------------------------------------------------
 
 
-def put_gate(note: str, region: Any) -> None:
+def put_gate(note: str, region: Served) -> None:
     """Put a gate in front of the module whose call is being compiled now; nothing happens where there is none.
 
     Args:

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, b
     "scatter": (lambda i: torch.zeros(4).scatter_add(0, i, torch.ones(3)), [(4, False, None)]),
     "index_select": (lambda i: TABLE.index_select(1, i), [(4, False, None)]),
     "take": (lambda i: TABLE.take(i), [(28, True, None)]),
+    "bag": (lambda i: F.embedding_bag(i[None], TABLE), [(7, False, None)]),
+    "index_reduce": (lambda i: torch.zeros(4).index_reduce(0, i, torch.ones(3), "amax"), [(4, False, None)]),
     "class": (lambda i: F.cross_entropy(SCORES, i), [(5, False, -100)]),
     "class to be ignored": (lambda i: F.nll_loss(SCORES, i, ignore_index=2), [(5, False, 2)]),
     "pixels": (lambda i: F.cross_entropy(SCORES[None, :, :, None].transpose(1, 2), i[None, :, None] * 1), []),
@@ -49,6 +51,7 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, b
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")  # it is said to be in beta
 @pytest.mark.parametrize("name", CASES)
 def test_ranges_of_an_input(name: str) -> None:
     step, expected = CASES[name]

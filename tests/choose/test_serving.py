@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from coexec.subgraphs.store import Store
 from tests.choose.decided import decide
 from tests.choose.test_dynamo_backend import Climb, climb
 
-PLAIN, COMPILED = "eager.faster than compiled", "compiled is faster"
+PLAIN, COMPILED, NOTHING = "eager.faster than compiled", "compiled is faster", "eager.nothing compiled"
 CALLS = 3000
 
 
@@ -160,12 +161,16 @@ def made_up(eager: list[float], candidate: list[float]) -> Any:
 def until_decided(run: Any, *inputs: Any, **named: Any) -> int:
     """Calls until a verdict is there."""
     expected = climb(*inputs, *named.values())
-    verdicts = sum(choose.counters().get(name, 0) for name in (PLAIN, COMPILED))
+    before = verdicts()
     for number in range(CALLS):
         assert torch.equal(run(*inputs, **named), expected)
-        if sum(choose.counters().get(name, 0) for name in (PLAIN, COMPILED)) > verdicts:
+        if verdicts() > before:
             return number
     raise AssertionError(f"no verdict in {CALLS} calls: {choose.counters()}")
+
+
+def verdicts() -> int:
+    return sum(choose.counters().get(name, 0) for name in (PLAIN, COMPILED, NOTHING))
 
 
 def gate_of(run: Any, name: str = "forward") -> Gate | None:
@@ -213,6 +218,37 @@ def test_a_module_that_its_compiled_form_slows_down_is_served_by_plain_eager(
     run.forward = front
     with torch.enable_grad():
         assert calls_of_dynamo(run, x) == 3, "a forward alone says nothing of a training step"
+
+
+def test_where_nothing_is_tuned_plain_eager_serves_and_no_speed_is_claimed(store: Store) -> None:
+    run, x = compiled(Steps()), torch.randn(16, 16)
+    calls = until_decided(run, x)
+    assert choose.counters() == {"stored": 1, "eager.not tuned": 1, NOTHING: 1}
+    assert calls <= SETTLED_CALLS + 2
+    assert " ms" not in choose.explain()
+    assert calls_of_dynamo(run, x) == 0
+    decide(store, store.subgraphs()[0].digest, "planted-fast")
+    torch._dynamo.reset()
+    gc.collect()
+    until_decided(run, torch.zeros(16, 16))
+    assert choose.counters()["serve.planted-fast"] == 1, "it is open for what is tuned later"
+    assert choose.counters()[COMPILED] == 1
+
+
+def test_a_module_behind_a_gate_is_freed_with_its_last_reference(store: Store) -> None:
+    def used_once() -> weakref.ref[torch.nn.Module]:
+        module = Climb()
+        run = compiled(module)
+        run(torch.randn(16, 16))
+        assert gate_of(run) is not None
+        return weakref.ref(module)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert used_once()() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_faster_goes_on_serving(store: Store) -> None:

@@ -130,6 +130,11 @@ class Runs:
             raise ValueError("I do not like these inputs")
         return self.fast(*inputs)
 
+    def wraps(self, *inputs: Any) -> tuple[Any, ...]:
+        """Takes an element for every index, as a runtime without checks does."""
+        wrapped = [v % STEPS if isinstance(v, torch.Tensor) and v.dtype == torch.int64 else v for v in inputs]
+        return self.program.run_eagerly(*wrapped)
+
     def mortal(self, *inputs: Any) -> tuple[Any, ...]:
         """Lives long enough to be verified."""
         self.kept.append(None)
@@ -157,6 +162,7 @@ def candidates() -> list[Planted]:
         "sleeper",
         "rigid",
         "picky",
+        "wraps",
         "mortal",
     ]
     version = os.environ.get("PLANTED_VERSION", "1")

@@ -1,4 +1,4 @@
-"""Which inputs of a segment are indices, and what they may be.
+"""Which inputs of a segment are indices, and what they may be; of the graphs of `torch.compile`: `graph_indices.py`.
 
 Eager raises an IndexError for an index that is out of range. A compiled loop checks it too, but in the middle of a
 parallel region, from which no exception can leave: the process would end. So the native core looks at such inputs
@@ -49,7 +49,7 @@ def index_ranges(spec: SegmentSpec) -> list[IndexRange]:
         dict.fromkeys(
             IndexRange(position, size, from_end, ignored)
             for op in spec.ops
-            for value, size, from_end, ignored in _indices(op, values)
+            for value, size, from_end, ignored in indices(op, values)
             for position in sorted(origins.get(value, ()))
         )
     )
@@ -87,11 +87,19 @@ Found = tuple[int, int, bool, int | None]
 """(value, size, from_end, ignored), as in IndexRange."""
 
 
-def _indices(op: Op, values: dict[int, Value]) -> Iterator[Found]:
+def takes_indices(op: str) -> bool:
+    """Whether the op called so ("aten::index.Tensor") has arguments that are indices."""
+    return _base_name(op) in _FINDERS
+
+
+def indices(op: Op, values: dict[int, Value]) -> Iterator[Found]:
     """The index arguments of an op that are tensors, each with what it may be."""
-    name = op.op.removeprefix("aten::").partition(".")[0].removesuffix("_")
-    if (find := _FINDERS.get(name)) is not None:
+    if (find := _FINDERS.get(_base_name(op.op))) is not None:
         yield from find(op.args, values)
+
+
+def _base_name(op: str) -> str:
+    return op.removeprefix("aten::").partition(".")[0].removesuffix("_")
 
 
 def _embedding(args: tuple[Arg, ...], values: dict[int, Value]) -> Iterator[Found]:
@@ -148,12 +156,10 @@ def _integer(arg: Arg) -> int | None:
 
 
 _FINDERS: dict[str, Callable[[tuple[Arg, ...], dict[int, Value]], Iterator[Found]]] = {
-    "embedding": _embedding,
+    **dict.fromkeys(("embedding", "_embedding_bag", "_embedding_bag_forward_only"), _embedding),
     "embedding_dense_backward": _embedding_backward,
-    **dict.fromkeys(
-        ("gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy", "index_fill"),
-        _along_dimension,
-    ),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _along_dimension),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), _along_dimension),
     **dict.fromkeys(("index", "index_put", "_index_put_impl"), _by_position),
     **dict.fromkeys(("take", "put"), _take),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _class_of(0)),

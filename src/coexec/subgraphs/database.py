@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,6 +102,7 @@ def _recorded_version(connection: Connection) -> int:
     except DBAPIError as error:
         if not _is_missing_table(error):
             raise
+        traceback.clear_frames(error.__traceback__)  # they hold the error: a cycle that would keep all callers' values
         return 0
 
 

@@ -11,6 +11,7 @@ import torch
 from coexec.backends.candidates.candidate import Runner
 from coexec.backends.candidates.program import Program
 from coexec.backends.candidates.registry import get
+from coexec.backends.graph_indices import GraphIndices, graph_indices
 
 
 class GraphSubject:
@@ -19,6 +20,7 @@ class GraphSubject:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._run: Runner | None = None
+        self._indices = GraphIndices()  # looked at before each call, as where it serves
 
     def describe(self) -> dict[str, Any]:
         """Classes of sizes and weights: see :class:`coexec.tuning.standing.Facts`."""
@@ -28,9 +30,11 @@ class GraphSubject:
         return {"shape_class": shape_class_of(self._program.inputs), "inside": inside, "baked": baked}
 
     def build(self, candidate: str, folder: Path, threads: int, budget_s: float) -> Mapping[str, Any]:
-        """Compile into files."""
+        """Compile into files, if serving could look at all indices. Errors: CandidateError."""
         torch.set_num_threads(threads)
-        return get(candidate).build(self._program, folder, threads=threads, budget_s=budget_s)
+        found = get(candidate)
+        graph_indices(self._program.module).needed_by(found)
+        return found.build(self._program, folder, threads=threads, budget_s=budget_s)
 
     def load(self, candidate: str, folder: Path, metadata: Mapping[str, Any], threads: int) -> dict[str, Any]:
         """Load from files, as a serving process will; eager as a user has it."""
@@ -38,6 +42,7 @@ class GraphSubject:
 
         torch.set_num_threads(threads)
         found = get(candidate)
+        self._indices = graph_indices(self._program.module).needed_by(found)
         if found.name == "eager":
             self._run = fast_program(self._program)
         else:
@@ -56,8 +61,9 @@ class GraphSubject:
         self._loaded()
 
     def call(self) -> None:
-        """One call with the recorded inputs."""
+        """One call with the recorded inputs, and what serving does before it."""
         assert self._run is not None
+        self._indices.outside(self._program.inputs)
         self._run(*self._program.inputs)
 
     def _loaded(self) -> Runner:

@@ -91,3 +91,12 @@ def binds_static(candidate: Candidate) -> bool:
     A candidate says so by an attribute of this name (default: it does).
     """
     return bool(getattr(candidate, "binds_static", True))
+
+
+def raises_on_indices(candidate: Candidate) -> bool:
+    """Whether a loaded callable raises for every index that eager raises for: it runs torch's own kernels.
+
+    A candidate says so by an attribute of this name (default: it does not, and whoever serves it looks at indices
+    before each call). A compiled loop may wrap an index, clamp it, read other memory, or end the process.
+    """
+    return bool(getattr(candidate, "raises_on_indices", False))

@@ -17,6 +17,7 @@ class Eager:
 
     name = "eager"
     bakes_constants = False
+    raises_on_indices = True
 
     def availability(self) -> Availability:
         return Availability(True, version=torch_version())

@@ -24,6 +24,7 @@ class TorchScript:
     name: str
     captures_constants: bool  # frozen: later changes of weights are not seen
     bakes_constants: bool = False
+    raises_on_indices: bool = True  # torch's kernels, in all three
     holds_gil: bool = False  # other Python threads stand still during a call
 
     def availability(self) -> Availability:
