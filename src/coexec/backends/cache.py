@@ -140,7 +140,7 @@ class ArtifactCache:
         return failure
 
     def note_runs(self, key: str, run_s: float, runs: int) -> None:
-        """`runs` more runs of an artifact, of `run_s` seconds each, were seen in a step; a folder keeps no such thing."""
+        """In a step an artifact ran `runs` times more, `run_s` seconds each. A folder keeps no such thing."""
 
     def forget(self, key: str) -> None:
         """Drop what is known of `key`, so that the next one to ask compiles again."""

@@ -105,17 +105,27 @@ def in_order(infos: Sequence[SubgraphInfo]) -> list[SubgraphInfo]:
     return sorted(infos, key=spent_s, reverse=True)
 
 
-def waiting(store: Store, tools: Callable[[], Tools] = tools_here) -> tuple[SubgraphInfo, ...]:
-    """What `coexec tune` without arguments would still work on here, last used first. Errors: StoreError.
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What `coexec tune` without arguments has before it here."""
 
-    Neither a graph whose custom ops are not loaded, which has no environment here, nor what is passed over.
+    waiting: tuple[SubgraphInfo, ...] = ()  # in its order
+    passed_over: Mapping[str, str] = field(default_factory=dict)  # by digest: why
+
+
+def queue_here(store: Store, tools: Callable[[], Tools] = tools_here) -> Queue:
+    """The graphs and segments that wait for the tuner on this machine. Errors: StoreError from a strict store.
+
+    A graph whose custom ops are not loaded has no environment here, and so does not wait. `tools` is asked if anything
+    could wait.
     """
-    found = [info for info in store.subgraphs() if info.program]
-    found = [info for info in found if not is_segment(info.text) or is_of_here(info.text)]
-    if not found:
-        return ()
+    infos = selected(store, TuneSettings())
+    if not infos:
+        return Queue()
     decisions, at_hand = by_subgraph(store.decisions()), tools()
-    return tuple(info for info in found if not passed_over(info) and _is_pending(info, decisions, at_hand))
+    pending = [info for info in infos if _is_pending(info, decisions, at_hand)]
+    reasons = {info.digest: reason for info in pending if (reason := passed_over(info))}
+    return Queue(tuple(info for info in pending if info.digest not in reasons), reasons)
 
 
 def by_subgraph(decisions: Iterable[Decision]) -> dict[str, list[Decision]]:
