@@ -109,9 +109,7 @@ class CompileWorker:
         """
         return self._submit(key_text(spec), dumps(spec), () if snapshot is None else (snapshot,), timed, note)
 
-    def submit_symbolic(
-        self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool = True, note: str = ""
-    ) -> int:
+    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool = True, note: str = "") -> int:
         """Queue a segment for many sizes; return the job's number.
 
         Args:

@@ -67,7 +67,7 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
         with progress_bar() as listener:
             report = run_tuner(progress=listener, **given)
     if subgraphs and not report.graphs:
-        raise click.ClickException(f"no stored subgraph with a program begins with {' or '.join(subgraphs)}")
+        raise click.UsageError(f"no stored subgraph with a program begins with {' or '.join(subgraphs)}")
     if as_json:
         print_json(report.as_json())
     else:

@@ -25,8 +25,8 @@ def place_of(function: Callable[..., Any]) -> str:
     while isinstance(found, functools.partial):
         found = found.func
     if not hasattr(found, "__code__") and not hasattr(found, "__func__"):
-        found = getattr(type(found), "__call__", None)
-    code = getattr(inspect.unwrap(found) if callable(found) else None, "__code__", None)
+        found = type(found).__call__
+    code = getattr(inspect.unwrap(found), "__code__", None)
     return short_place(code.co_filename, code.co_firstlineno) if isinstance(code, CodeType) else ""
 
 

@@ -286,4 +286,3 @@ def _report_of(attempt: Attempt) -> AttemptReport:
         eager_s=timing.eager_s,
         build_s=attempt.build_s,
     )
-
