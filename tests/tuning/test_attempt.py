@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,8 @@ import pytest
 
 from coexec.subgraphs.entries import Outcome
 from coexec.tuning.attempt import Attempt, BudgetSpentError, EndedError, Prepared, checked, prepare
-from coexec.tuning.child import ChildError
+from coexec.tuning.child import Child, ChildError
+from coexec.tuning.nursery import Nursery
 from coexec.tuning.roster import Roster
 from coexec.tuning.settings import TuneSettings
 
@@ -66,3 +68,14 @@ def test_what_had_an_attempts_time_is_blamed(tmp_path: Path) -> None:
     ended = built(Slow(), 900.0, tmp_path)
     assert isinstance(ended, Attempt)
     assert (ended.outcome, ended.out_of_time) == (Outcome.TIMEOUT, False)
+
+
+def test_a_child_can_be_ended_as_soon_as_it_is_started() -> None:
+    """Before it has done anything: it must lead its process group by then, or it lives on and is waited for."""
+    with contextlib.closing(Nursery(1)) as nursery:
+        for _ in range(20):
+            child = Child(nursery, memory_bytes=1 << 30, name="short-lived")
+            ended = threading.Thread(target=child.end, daemon=True)
+            ended.start()
+            ended.join(20.0)
+            assert not ended.is_alive()

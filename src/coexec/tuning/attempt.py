@@ -76,6 +76,7 @@ def prepare(
     """
     built: dict[str, Any] = {}
     try:
+        _check_left(left_s)
         stage("build")
         with roster.child(candidate) as child:
             question = _build_question(program, candidate, folder, threads, min(settings.attempt_s, left_s()))
@@ -101,6 +102,7 @@ def checked(
 
     Errors: EndedError blames the candidate; BudgetSpentError if there was no time for it.
     """
+    _check_left(left_s)
     with roster.child(built.candidate) as child:
         question = load_question(program, built.candidate, built.folder, built.metadata, threads)
         _asked_in_time(child, question, settings, left_s)
@@ -124,15 +126,21 @@ def _asked_in_time(
 ) -> dict[str, Any]:
     """The child's answer. Errors: EndedError; BudgetSpentError if no time is left, or less than an attempt may take and
     too little."""
-    limit_s = left_s()
-    if limit_s <= 0:
-        raise BudgetSpentError
+    limit_s = _check_left(left_s)
     try:
         return asked(child, question, min(settings.attempt_s, limit_s))
     except EndedError as ended:
         if ended.outcome is Outcome.TIMEOUT and limit_s < settings.attempt_s:
             raise BudgetSpentError from ended
         raise
+
+
+def _check_left(left_s: Callable[[], float]) -> float:
+    """Seconds that are left. Errors: BudgetSpentError if there are none."""
+    seconds = left_s()
+    if seconds <= 0:
+        raise BudgetSpentError
+    return seconds
 
 
 def load_question(
