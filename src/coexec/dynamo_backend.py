@@ -327,7 +327,7 @@ def note_of(module: GraphModule) -> str:
     # Dynamo leaves out frames of torch itself: of a bare nn.Sequential nothing else remains.
     owners = [next(iter(stack.values()))[1] for n in module.graph.nodes if (stack := n.meta.get("nn_module_stack"))]
     names = [owner if isinstance(owner, str) else owner.__qualname__ for owner in owners]
-    return f"{names[0].rpartition('.')[2]} ({len(names)} ops)" if names else "a graph without source"
+    return names[0].rpartition(".")[2] if names else "a graph without source"
 
 
 def _frames(trace: str) -> list[str]:
