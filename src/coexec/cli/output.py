@@ -66,9 +66,8 @@ def print_table(
     numbers, sentences = set(right), set(folded)
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in numbers else "left"
-        table.add_column(
-            column, justify=justify, overflow="fold", no_wrap=True if sentences and column not in sentences else None
-        )
+        whole = bool(sentences) and column not in sentences
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     console = _console()
