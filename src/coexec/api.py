@@ -20,6 +20,7 @@ from coexec.config import Options, disabled, make_options, settings
 from coexec.errors import NotAStepError, NotCallableError
 from coexec.runtime.dynamo import stay_out_of_dynamo
 from coexec.runtime.explain import explain
+from coexec.runtime.place import name_of, place_of, short_place
 from coexec.runtime.stats import StepStats
 from coexec.runtime.step_runner import StepRunner
 from coexec.runtime.timeline import write_timeline
@@ -37,7 +38,7 @@ class CoExecutable:
         self._options = options
         if "torch._dynamo" in sys.modules:
             stay_out_of_dynamo()
-        self._runner = StepRunner(getattr(function, "__qualname__", repr(function)), options)
+        self._runner = StepRunner(name_of(function), options, place_of(function))
         functools.update_wrapper(self, function, updated=())
         _live.add(self)
 
@@ -95,7 +96,7 @@ class CoExecutable:
 
     def reset(self) -> None:
         """Forgets everything learned; the next call starts with tracing."""
-        runner, self._runner = self._runner, StepRunner(self._runner.name, self._options)
+        runner, self._runner = self._runner, StepRunner(self._runner.name, self._options, self._runner.place)
         runner.complete()
 
     # ------------------------------------------------------------------------------- behaving like what is wrapped
@@ -295,7 +296,8 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
         settings()  # as in `compile`
         frame = sys._getframe(1)
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self._runner = _blocks.setdefault((name or place, checked), StepRunner(name or place, checked))
+        runner = StepRunner(name or place, checked, short_place(frame.f_code.co_filename, frame.f_lineno))
+        self._runner = _blocks.setdefault((name or place, checked), runner)
         self._active = False
 
     def __enter__(self) -> step:

@@ -49,6 +49,9 @@ CHECKED_SIZES = 16
 MAX_CHANGES = 8
 """A graph whose weights are replaced more often stays eager: binding anew costs more than it gains."""
 
+SHOWN_INPUTS = 2
+"""Shapes of so many inputs are in a graph's note."""
+
 
 def coexec_backend(
     module: GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
@@ -151,8 +154,8 @@ class Site:
     def __init__(
         self, module: GraphModule, inputs: Sequence[Any], kind: str, note: str, options: dict[str, Any]
     ) -> None:
-        self.module, self.kind, self.options = module, kind, options
-        self.note = note if kind == "inference" else f"{note} ({kind})"
+        self.module, self.kind, self.options, self.place = module, kind, options, note
+        self.note = note if kind == "inference" else f"{note} ({kind})"  # until the graph is known
         _LazyGraphModule.force_recompile(module)  # its lazy forward would cost three times the call of a small graph
         self.eager: Callable[..., Any] = module.forward
         self.installed: Installed | None = None
@@ -228,8 +231,17 @@ class Site:
             choose.count("eager.no key", f"{self.note}: {error}")
             self.settled = True
             return None
+        self.note = f"{self.place} ({', '.join((*self._told_apart(inputs), f'{key.n_ops} ops'))})"
         dynamic = any(isinstance(value, torch.SymInt) for value in inputs) or _has_symbols(inputs)
         return Graph(key, self.module, static, training, dynamic, self.note)
+
+    def _told_apart(self, inputs: Sequence[Any]) -> tuple[str, ...]:
+        """The kind and the first shapes, in words. Of a backward graph it is not known which inputs are weights."""
+        if self.kind == "backward":
+            return (self.kind, *shapes_text(inputs))
+        weights = static_inputs_of(self.module)
+        shapes = shapes_text([value for position, value in enumerate(inputs) if position not in weights])
+        return shapes if self.kind == "inference" else (self.kind, *shapes)
 
     def _choose(self, inputs: Sequence[Any]) -> Installed | None:
         """Decide what runs from now on. No error leaves: eager runs then, and it is counted."""
@@ -319,6 +331,17 @@ def static_inputs_of(module: GraphModule) -> tuple[int, ...]:
     return tuple(i for i in sorted(metadata.static_input_indices or ()) if i not in written and i < count)
 
 
+def shapes_text(inputs: Sequence[Any]) -> tuple[str, ...]:
+    """What tells graphs of one line apart: ("8x16", "8 int64") of the first tensors, weights not among them."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    return tuple(_shape_text(tensor) for tensor in tensors[:SHOWN_INPUTS])
+
+
+def _shape_text(tensor: torch.Tensor) -> str:
+    sizes = "x".join(map(str, tensor.shape)) or "a number"
+    return sizes if tensor.dtype is torch.float32 else f"{sizes} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def note_of(module: GraphModule) -> str:
     """File and line of the user's code that the graph begins with, or the modules that it comes from."""
     for node in module.graph.nodes:
@@ -327,7 +350,7 @@ def note_of(module: GraphModule) -> str:
     # Dynamo leaves out frames of torch itself: of a bare nn.Sequential nothing else remains.
     owners = [next(iter(stack.values()))[1] for n in module.graph.nodes if (stack := n.meta.get("nn_module_stack"))]
     names = [owner if isinstance(owner, str) else owner.__qualname__ for owner in owners]
-    return f"{names[0].rpartition('.')[2]} ({len(names)} ops)" if names else "a graph without source"
+    return names[0].rpartition(".")[2] if names else "a graph without source"
 
 
 def _frames(trace: str) -> list[str]:

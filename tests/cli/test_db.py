@@ -42,12 +42,38 @@ def test_list_as_json_holds_whole_decisions(run: Run, store: Store) -> None:
 
 
 def test_list_undecided_and_limit(run: Run, store: Store) -> None:
-    tuned(store, key("relu"))
+    """What `coexec tune` would work on: it needs a program, and a decision of another environment is none here."""
     for name in ("tanh", "sin"):
-        store.put_subgraph(key(name))
+        store.put_subgraph(key(name), program=b"a program")
+    store.put_subgraph(key("cos"))
     undecided = {entry["digest"] for entry in run("db", "list", "--undecided", "--json").json()}
     assert undecided == {key("tanh").digest, key("sin").digest}
     assert len(run("db", "list", "--undecided", "--limit", "1", "--json").json()) == 1
+
+
+def test_list_stats_and_report_agree_that_a_compiled_segment_waits_for_the_tuner(run: Run, store: Store) -> None:
+    text = key_text(small_spec())
+    digest, here = key_of_segment(text).digest, environment_of_segments()
+    store.put_subgraph(key_of_segment(text), program=b"a program", note="train_step, train.py:12: segment of 2 ops")
+    store.decide(Decision(digest, here.digest, "coexec-segment"), here)
+    assert [entry["digest"] for entry in run("db", "list", "--undecided", "--json").json()] == [digest]
+    stats = run("db", "stats", "--json").json()
+    assert (stats["decided"], stats["tuned"], stats["waiting"]) == (1, 0, 1)
+    assert "1, 0 tuned, 1 wait for `coexec tune` here" in run("db", "stats").out
+    assert run("report", "--json").json()["waiting"] == [digest]
+    assert "train_step, train.py:12" in run("report").out
+
+
+def test_a_segment_that_is_passed_over_waits_nowhere_and_says_why(run: Run, store: Store, home: Path) -> None:
+    text = key_text(small_spec())
+    digest = key_of_segment(text).digest
+    store.put_subgraph(key_of_segment(text), program=b"a program")
+    store.note_runs(digest, 6e-6, 100)
+    assert run("db", "list", "--undecided", "--json").json() == []
+    assert run("db", "stats", "--json").json()["waiting"] == 0
+    assert "one run takes 6.0 us" in run("report", "--html", home / "page.html").out
+    assert "one run takes 6.0 us" in (home / "page.html").read_text()
+    assert "6 us, of 100 that were told" in run("db", "show", digest[:12]).out
 
 
 def test_a_damaged_decision_is_left_out_of_the_list(run: Run, store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,12 +123,12 @@ def test_show_why_finds_what_the_tuner_chose_for_a_segment(run: Run, store: Stor
     assert found == f"coexec-segment-fma: {reason}"
 
 
-@pytest.mark.parametrize(("prefix", "status", "words"), [("zz", PROBLEM, "coexec db list"), ("", USAGE, "more digits")])
-def test_show_needs_one_subgraph(run: Run, store: Store, prefix: str, status: int, words: str) -> None:
+@pytest.mark.parametrize(("prefix", "words"), [("zz", "coexec db list"), ("", "more digits")])
+def test_a_digest_that_names_none_or_several_is_wrong_usage(run: Run, store: Store, prefix: str, words: str) -> None:
     for name in ("relu", "tanh"):
         store.put_subgraph(key(name))
     answer = run("db", "show", prefix)
-    assert answer.status == status
+    assert answer.status == USAGE
     assert words in answer.err
 
 

@@ -150,3 +150,13 @@ def test_a_check_that_fails_is_a_problem_of_its_own(monkeypatch: pytest.MonkeyPa
     assert [check.found for check in found.checks if check.part == "cpu"] == [
         "cannot be looked at: RuntimeError: out of luck"
     ]
+
+
+def test_long_reasons_are_folded_and_nothing_of_them_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = " ".join(f"word{number}" for number in range(60))
+    found = Availability(False, version="9.9", reason=reason, works_with="coexec-planted 1.0")
+    monkeypatch.setattr(registry, "candidates", lambda: {"planted": Planted("planted", found)})
+    lines = run("doctor").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    told = " ".join(" ".join(lines).split())
+    assert f"{reason}; works with coexec-planted 1.0" in told

@@ -22,7 +22,7 @@ def filled(store: Store) -> Store:
         store.record_measurement(measurement(key(name), median_s=seconds, eager_s=0.004), HERE)
         crash = measurement(key(name), "tvm", outcome=Outcome.CRASH, median_s=None, detail="SIGSEGV in <codegen>")
         store.record_measurement(crash, HERE)
-    store.put_subgraph(key("sin"), note="<script>alert(1)</script>")
+    store.put_subgraph(key("sin"), program=b"a program", note="<script>alert(1)</script>")
     return store
 
 

@@ -91,6 +91,14 @@ def test_a_graph_that_cannot_be_tuned_is_a_problem_but_a_spent_budget_is_none(ru
     assert "the next `coexec tune` goes on" in answer.out
 
 
+def test_what_is_passed_over_is_no_problem_and_says_why(run: Run, tuner: PlantedTuner) -> None:
+    short = dataclasses.replace(LEFT, reason="passed over: one run takes 6.0 us", passed_over=True)
+    tuner.report = TuneReport((GOOD, short), {}, 3.0)
+    answer = run("tune")
+    assert answer.status == 0
+    assert "one run takes 6.0 us" in answer.out
+
+
 def test_an_unknown_backend_is_wrong_usage(run: Run, tuner: PlantedTuner) -> None:
     answer = run("tune", "--candidates", "torchscrip")
     assert answer.status == USAGE
@@ -103,10 +111,10 @@ def test_variants_of_segments_are_candidates_too(run: Run, tuner: PlantedTuner) 
     assert tuner.asked["candidates"] == ("coexec-segment-fma", "eager")
 
 
-def test_a_subgraph_that_is_not_stored_is_a_problem(run: Run, tuner: PlantedTuner) -> None:
+def test_a_subgraph_that_is_not_stored_is_wrong_usage(run: Run, tuner: PlantedTuner) -> None:
     tuner.report = TuneReport((), {}, 0.1)
     answer = run("tune", "feed")
-    assert answer.status == PROBLEM
+    assert answer.status == USAGE
     assert "begins with feed" in answer.err
 
 

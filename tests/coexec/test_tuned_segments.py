@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,11 @@ def test_the_next_process_adopts_what_was_tuned(store: Store) -> None:
     explained, _ = explained_by_a_new_process()
     assert "inductor" in explained
     assert "tuned" not in explained
-    digest = segment_of(store).digest
-    (graph,) = tune(store, QUICK, candidates=(PREFIX + "compiled",)).graphs
+    info = segment_of(store)
+    digest = info.digest
+    assert f"`coexec db show {digest[:16]}`" in explained
+    assert re.fullmatch(rf"climbing_back, planted_variants\.py:\d+: segment of {info.n_ops} ops", info.note)
+    (graph,) = tune(store, QUICK, candidates=(PREFIX + "compiled",), subgraphs=(digest,)).graphs
     assert graph.subgraph == digest
     assert graph.winner == PREFIX + "compiled"
     explained, counted = explained_by_a_new_process()
@@ -89,7 +93,7 @@ def test_the_next_process_adopts_what_was_tuned(store: Store) -> None:
 def test_a_library_that_does_not_load_ends_in_the_usual_one(store: Store) -> None:
     explained_by_a_new_process()
     digest = segment_of(store).digest
-    (graph,) = tune(store, QUICK, candidates=(PREFIX + "faster",)).graphs  # its library is garbage
+    (graph,) = tune(store, QUICK, candidates=(PREFIX + "faster",), subgraphs=(digest,)).graphs  # its library is garbage
     assert graph.winner == PREFIX + "faster"
     explained, _ = explained_by_a_new_process()
     assert "inductor" in explained

@@ -390,14 +390,27 @@ def test_the_migrations_end_at_the_tables_the_code_uses(store: Store) -> None:
     assert rows_of(store).read(columns) == expected
 
 
+def test_a_store_of_the_first_schema_keeps_its_rows_and_has_been_told_no_runs(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "MIGRATIONS", migrations.MIGRATIONS[:1])
+        made = tuned(store, key())
+        assert rows_of(store).read(migrations.schema_version) == 1
+    assert store.lookup(key(), HERE) == made
+    (info,) = store.subgraphs()
+    assert (info.run_s, info.runs, info.note) == (None, 0, "model.py:31")
+
+
 def test_an_older_store_is_migrated_step_by_step(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(store, key())
+    newest = migrations.newest_version() + 1
     step = migrations.Migration(
-        2, ("ALTER TABLE coexec_subgraph ADD COLUMN colour TEXT", "CREATE TABLE extra (x {blob})")
+        newest, ("ALTER TABLE coexec_subgraph ADD COLUMN colour TEXT", "CREATE TABLE extra (x {blob})")
     )
     monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, step))
     assert store.lookup(key(), HERE) is not None
-    assert rows_of(store).read(migrations.schema_version) == 2
+    assert rows_of(store).read(migrations.schema_version) == newest
     names = rows_of(store).read(lambda c: {column["name"] for column in inspect(c).get_columns("coexec_subgraph")})
     assert "colour" in names
 
@@ -405,7 +418,8 @@ def test_an_older_store_is_migrated_step_by_step(store: Store, monkeypatch: pyte
 def test_a_migration_that_fails_leaves_the_store_as_it_was(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuned(store, key())
     with monkeypatch.context() as patch:
-        step = migrations.Migration(2, ("CREATE TABLE half (x TEXT)", "SELECT nonsense FROM nowhere"))
+        newest = migrations.newest_version() + 1
+        step = migrations.Migration(newest, ("CREATE TABLE half (x TEXT)", "SELECT nonsense FROM nowhere"))
         patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, step))
         with pytest.raises(StoreError):
             store.lookup(key(), HERE)

@@ -24,6 +24,7 @@ from coexec.subgraphs.location import private_location
 from coexec.subgraphs.segment_cache import SegmentCache, environment_of_segments
 from coexec.subgraphs.store import Store
 from coexec.tuning import Progress, TuneReport, TuneSettings, tune
+from coexec.tuning.segment_tuner import SegmentTuning
 from tests.backends.conftest import compiled as compiled_fixture
 from tests.backends.recording import record
 from tests.tuning import planted_variants
@@ -221,6 +222,16 @@ def test_a_segment_of_another_environment_is_tuned_there(run: Run) -> None:
     (graph,) = tune(run.store, QUICK, subgraphs=(other.digest,)).graphs
     assert not graph.winner
     assert "another environment" in graph.reason
+
+
+def test_time_that_is_up_is_called_that_and_not_a_timeout_of_the_library(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not "load took more than -2 s": nothing is asked of a child any more."""
+    monkeypatch.setattr(SegmentTuning, "left_s", lambda self: -2.0)
+    shutil.rmtree(private_cache_dir("tuning") / "prepared", ignore_errors=True)  # the usual library, of an earlier run
+    (graph,) = tune(run.store, QUICK, retune=True).graphs
+    assert graph.reason == "the budget was spent"
 
 
 def test_names_of_graphs_backends_leave_segments_alone(run: Run) -> None:

@@ -40,6 +40,9 @@ SUMS = "SHA256SUMS"
 REFUSED = "refused"
 """Entry of meta.json: digest of the tuner's library that was wrong on live inputs, so that this one was compiled."""
 
+NOTE = "note"
+"""Entry of meta.json: where the segment was met first, for people."""
+
 REPLACE_TRIES = 20
 
 FAILURE_KINDS = ("not lowerable", "compile error", "crashed", "timeout", "wrong", "slower")
@@ -135,6 +138,9 @@ class ArtifactCache:
         except CacheWriteError as error:
             self.counters[f"unusable: {error}"] += 1
         return failure
+
+    def note_runs(self, key: str, run_s: float, runs: int) -> None:
+        """In a step an artifact ran `runs` times more, `run_s` seconds each. A folder keeps no such thing."""
 
     def forget(self, key: str) -> None:
         """Drop what is known of `key`, so that the next one to ask compiles again."""

@@ -62,6 +62,7 @@ class _Job:
     spec_path: Path | None  # None if the answer is known already
     snapshots: tuple[Path, ...]
     timed: bool
+    note: str = ""  # where the segment was met, for people
     library: Path | None = None  # compiled already, to be checked on the snapshots
     started_s: float = 0.0
 
@@ -95,7 +96,7 @@ class CompileWorker:
         self._swept = False  # what killed processes have left in the compile folder
         _workers.add(self)
 
-    def submit(self, spec: SegmentSpec, snapshot: Path | None = None, timed: bool = True) -> int:
+    def submit(self, spec: SegmentSpec, snapshot: Path | None = None, timed: bool = True, note: str = "") -> int:
         """Queue a segment; return the job's number.
 
         Args:
@@ -104,26 +105,27 @@ class CompileWorker:
                 one the artifact is stored unchecked. A library that is known, and that nobody has checked here, is
                 checked on them, and the usual one compiled if it is wrong.
             timed: also time the artifact against the recorded ops.
+            note: where the segment was met, for people; kept with the artifact.
         """
-        return self._submit(key_text(spec), dumps(spec), () if snapshot is None else (snapshot,), timed)
+        return self._submit(key_text(spec), dumps(spec), () if snapshot is None else (snapshot,), timed, note)
 
-    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool = True) -> int:
+    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool = True, note: str = "") -> int:
         """Queue a segment for many sizes; return the job's number.
 
         Args:
             spec: what to compile.
             snapshots: live inputs of each of `spec.observed`; the artifact is checked on all of them.
-            timed: as for :meth:`submit`.
+            timed, note: as for :meth:`submit`.
         """
         text = f"[{','.join(dumps(observed) for observed in spec.observed)}]"
-        return self._submit(key_text(spec), text, tuple(snapshots), timed)
+        return self._submit(key_text(spec), text, tuple(snapshots), timed, note)
 
-    def _submit(self, key_text: str, text: str, snapshots: tuple[Path, ...], timed: bool) -> int:
+    def _submit(self, key_text: str, text: str, snapshots: tuple[Path, ...], timed: bool, note: str) -> int:
         key = hash_text(key_text)
         known = self.cache.get(key)
         with self._lock:
             self._next += 1
-            job = _Job(self._next, key, key_text, None, snapshots, timed)
+            job = _Job(self._next, key, key_text, None, snapshots, timed, note)
             if isinstance(known, Artifact) and not known.is_checked and snapshots:
                 job.library = known.library
                 self._enqueue(job, text)
@@ -328,6 +330,7 @@ class _Child:
             "spec": str(job.spec_path),
             "snapshots": [str(snapshot) for snapshot in job.snapshots],
             "timed": job.timed,
+            "note": job.note,
             "library": None if job.library is None else str(job.library),
         }
         assert self.process.stdin is not None

@@ -165,8 +165,15 @@ def _compile_and_store(
             return _refuse(cache, key, text, {"kind": "wrong", "reason": "; ".join(report["problems"][:5])}, report)
         meta = {"verified": report is not None, "report": report, "compile_s": compiled.seconds, **compiled.facts}
         program, reason = _program(spec, live, Path(scratch) / PROGRAM)
-        cache.put(key, text, compiled.library, {**meta, **reason, **facts}, program)
+        cache.put(key, text, compiled.library, {**meta, **_note(job), **reason, **facts}, program)
     return {"failure": None, "report": report}
+
+
+def _note(job: dict[str, Any]) -> dict[str, str]:
+    """Where the segment was met, as an entry of the cache."""
+    from coexec.backends.cache import NOTE
+
+    return {NOTE: job["note"]} if job.get("note") else {}
 
 
 def _live_inputs(job: dict[str, Any]) -> list[tuple[list[Any], Any]]:

@@ -1,8 +1,13 @@
-"""`coexec db`: what the store holds, and looking after it. Only `db show --why` imports torch."""
+"""`coexec db`: what the store holds, and looking after it.
+
+Only what asks about this environment imports torch: `show --why`, `list --undecided`, and `stats` where something could
+wait for the tuner.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,32 +45,44 @@ def strict_store() -> Store:
     return open_store(strict=True)
 
 
-def readable_decisions(subgraph: str | None = None) -> tuple[Decision, ...]:
-    """Decisions that are intact and trusted; one warning on stderr says that others were left out."""
+def serving_store() -> Store:
+    """The same one: damaged and untrusted entries are left out, and one warning on stderr says so."""
     from coexec.subgraphs.store import open_store
 
-    return open_store().decisions(subgraph)
+    return open_store()
+
+
+def readable_decisions(subgraph: str | None = None) -> tuple[Decision, ...]:
+    """Decisions that are intact and trusted."""
+    return serving_store().decisions(subgraph)
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
 @db.command("list")
-@click.option("--undecided", is_flag=True, help="Only those that no environment has a decision for.")
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many, last used first.")
+@click.option("--undecided", is_flag=True, help="Only what `coexec tune` would work on here, in its order.")
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many.")
 @json_option
 def list_(undecided: bool, limit: int | None, as_json: bool) -> None:
     """List subgraphs, last used first, with the backend that was chosen for each.
+
+    A segment of co-execution that nobody has tuned has the backend coexec-segment and no speedup.
 
     \b
     Example:
       coexec db list --undecided
     """
+    from coexec.report.store_report import tuning_queue
+
     found = strict_store().subgraphs()
     chosen: dict[str, list[Decision]] = {}
     for decision in readable_decisions():
         chosen.setdefault(decision.subgraph, []).append(decision)
-    infos = [info for info in found if not (undecided and info.digest in chosen)][:limit]
+    if undecided:
+        known = {info.digest: info for info in found}
+        found = tuple(known[digest] for digest in tuning_queue(serving_store())[0] if digest in known)
+    infos = found[:limit]
     if as_json:
         print_json([_listed(info, chosen.get(info.digest, [])) for info in infos])
         return
@@ -82,6 +99,8 @@ def _listed(info: SubgraphInfo, decisions: Iterable[Decision]) -> dict[str, obje
         "has_program": bool(info.program),
         "created_s": info.created_s,
         "used_s": info.used_s,
+        "run_s": info.run_s,
+        "runs": info.runs,
         "decisions": list(decisions),
     }
 
@@ -103,16 +122,19 @@ def stats(as_json: bool) -> None:
     Example:
       coexec db stats --json
     """
+    from coexec.report.store_report import is_tuned, tuning_queue
+
     found = strict_store().stats()
     assert found is not None, "a strict store raises instead"
+    waiting, tuned = len(tuning_queue(serving_store())[0]), {d.subgraph for d in readable_decisions() if is_tuned(d)}
     if as_json:
-        print_json(found)
+        print_json({**asdict(found), "tuned": len(tuned), "waiting": waiting})
         return
     print_entries(
         {
             "store": found.url,
             "schema": found.schema,
-            "subgraphs": f"{found.subgraphs}, {found.decided} with a decision",
+            "subgraphs": f"{found.subgraphs}, {len(tuned)} tuned, {waiting} wait for `coexec tune` here",
             "environments": found.environments,
             "measurements": found.measurements,
             "decisions": ", ".join(f"{name} {number}" for name, number in found.backends.items()) or found.decisions,

@@ -55,7 +55,7 @@ def _found(store: Store, prefix: str) -> SubgraphInfo:
     similar = sum(other.digest.startswith(prefix) for other in store.subgraphs())
     if similar > 1:
         raise click.UsageError(f"{similar} subgraphs begin with {prefix!r}; give more digits")
-    raise click.ClickException(f"no subgraph begins with {prefix!r}; `coexec db list` names them")
+    raise click.UsageError(f"no subgraph begins with {prefix!r}; `coexec db list` names them")
 
 
 def _lookup_here(store: Store, info: SubgraphInfo) -> str:
@@ -92,7 +92,8 @@ def _document(
     from coexec.subgraphs.environment import environment_of_text
 
     document: dict[str, Any] = {
-        name: getattr(info, name) for name in ("digest", "n_ops", "note", "program", "created_s", "used_s")
+        name: getattr(info, name)
+        for name in ("digest", "n_ops", "note", "program", "created_s", "used_s", "run_s", "runs")
     }
     document |= {"decisions": decisions, "measurements": measurements}
     document["environments"] = {digest: environment_of_text(text).entries() for digest, text in environments.items()}
@@ -112,6 +113,8 @@ def _print_info(info: SubgraphInfo, reason: str | None) -> None:
         "met": quantities.age(info.created_s),
         "used": quantities.age(info.used_s),
     }
+    if info.run_s is not None:
+        entries["one run"] = f"{quantities.duration(info.run_s)}, of {info.runs} that were told"
     if reason is not None:
         entries["lookup here"] = reason
     print_entries(entries)

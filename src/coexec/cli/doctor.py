@@ -10,7 +10,7 @@ from coexec.cli.output import print_json, print_line, print_table
 from coexec.cli.parameters import json_option
 
 if TYPE_CHECKING:
-    from coexec.report.diagnosis import Diagnosis
+    from coexec.report.diagnosis import BackendState, Diagnosis
 
 
 @click.command()
@@ -39,12 +39,16 @@ def _print(diagnosis: Diagnosis) -> None:
     print_table(
         ("part", "status", "found", "advice"),
         [(check.part, check.status, check.found, check.advice) for check in diagnosis.checks],
+        folded=("found", "advice"),
     )
     print_line()
     print_table(
-        ("backend", "usable", "version", "why not", "works with"),
-        [
-            (state.name, "yes" if state.usable else "no", state.version, state.reason, state.works_with)
-            for state in diagnosis.backends
-        ],
+        ("backend", "usable", "version", "why not"),
+        [(state.name, "yes" if state.usable else "no", state.version, _why_not(state)) for state in diagnosis.backends],
+        folded=("version", "why not"),
     )
+
+
+def _why_not(state: BackendState) -> str:
+    """The reason, and the versions that would work."""
+    return f"{state.reason}; works with {state.works_with}" if state.works_with else state.reason

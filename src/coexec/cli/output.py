@@ -7,13 +7,16 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 10_000
 """A pipe has no width: nothing is wrapped or cut there, so that grep and awk see whole rows."""
+
+FOLDED_WIDTH = 80
+"""In a pipe, of a table of sentences: they are folded as on a terminal, into more lines, and nothing is lost."""
 
 STYLES = {"ok": "green", "info": "", "warning": "yellow", "problem": "bold red"}
 
@@ -42,26 +45,37 @@ def print_line(text: str = "", style: str = "") -> None:
     _console().print(text, style=style or None, soft_wrap=True)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> None:
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    right: Iterable[str] = (),
+    folded: Iterable[str] = (),
+) -> None:
     """Writes a table.
 
     Args:
         columns: the headings.
         rows: one cell per column; `None` is shown as "-". A cell that is a key of STYLES is coloured.
         right: the headings of the columns that hold numbers.
+        folded: the headings of those that hold sentences, which are folded to the width at hand; the others are not.
     """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    numbers = set(right)
+    numbers, sentences = set(right), set(folded)
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if column in numbers else "left"
+        whole = bool(sentences) and column not in sentences
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
     console = _console()
     if console.is_terminal:
         console.print(table)
         return
+    if sentences:
+        console.width = FOLDED_WIDTH
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():  # cells are padded to the longest one of their column

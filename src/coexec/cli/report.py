@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from coexec.cli import quantities
+from coexec.cli.db import SHOWN
 from coexec.cli.output import print_json, print_line, print_table
 from coexec.cli.parameters import json_option
 
@@ -14,11 +16,15 @@ if TYPE_CHECKING:
     from coexec.report.store_report import StoreReport
 
 
+FIRST = 10
+"""Lines of what waits."""
+
+
 @click.command()
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML page there.")
 @json_option
 def report(html: Path | None, as_json: bool) -> None:
-    """Say which backend won how often, how each one fails, and what was measured of every subgraph.
+    """Say which backend won how often, how each one fails, what was measured of every subgraph, and what waits.
 
     \b
     Example:
@@ -41,7 +47,30 @@ def report(html: Path | None, as_json: bool) -> None:
 
 
 def _print(found: StoreReport) -> None:
-    print_line(f"{found.url}: {len(found.subgraphs)} subgraphs, {found.waiting} wait for `coexec tune`.")
+    print_line(f"{found.url}: {len(found.subgraphs)} subgraphs, {len(found.waiting)} wait for `coexec tune`.")
+    _print_backends(found)
+    _print_waiting(found)
+
+
+def _print_waiting(found: StoreReport) -> None:
+    """The first ones in the tuner's order, and what it passes over."""
+    if found.waiting:
+        print_line()
+        rows = [
+            (row.digest[:SHOWN], row.n_ops, quantities.duration(row.run_s), row.runs or None, row.note)
+            for row in found.rows_waiting()[:FIRST]
+        ]
+        print_table(("waits", "ops", "one run", "runs", "note"), rows, right=("ops", "one run", "runs"))
+    if len(found.waiting) > FIRST:
+        print_line(f"and {len(found.waiting) - FIRST} more: `coexec db list --undecided`")
+    if passed_over := [row for row in found.subgraphs if row.passed_over]:
+        print_line()
+        print_table(
+            ("passed over", "note", "why"), [(row.digest[:SHOWN], row.note, row.passed_over) for row in passed_over]
+        )
+
+
+def _print_backends(found: StoreReport) -> None:
     if not found.backends:
         return
     print_line()

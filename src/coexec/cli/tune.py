@@ -41,7 +41,8 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
     Each attempt runs in processes of its own; wrong, crashing, hanging and memory-eating backends are skipped and
     reported. Every finished attempt is in the store at once: stop at any time (Ctrl-C), the next run goes on.
     A segment's speedup is over the library that co-execution compiles by itself, a graph's over eager.
-    SUBGRAPHS are beginnings of digests as `coexec db list` prints them; default: all that are not decided here.
+    SUBGRAPHS are beginnings of digests as `coexec db list` prints them; default: all that are not decided here, those
+    first in which most time is spent, without segments that are too short for a difference to be measured.
 
     Exit status 1 if a subgraph could not be tuned for another reason than the budget.
 
@@ -66,7 +67,7 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
         with progress_bar() as listener:
             report = run_tuner(progress=listener, **given)
     if subgraphs and not report.graphs:
-        raise click.ClickException(f"no stored subgraph with a program begins with {' or '.join(subgraphs)}")
+        raise click.UsageError(f"no stored subgraph with a program begins with {' or '.join(subgraphs)}")
     if as_json:
         print_json(report.as_json())
     else:
@@ -77,7 +78,7 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
 def failed_graphs(report: TuneReport) -> list[GraphReport]:
     """Graphs that were left undecided although there was time."""
     open_end = report.out_of_budget
-    return [graph for graph in report.graphs if not (graph.winner or graph.prepared or open_end)]
+    return [graph for graph in report.graphs if not (graph.winner or graph.prepared or graph.passed_over or open_end)]
 
 
 def _check_candidates(names: tuple[str, ...]) -> None:

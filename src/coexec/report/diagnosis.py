@@ -238,7 +238,7 @@ def _store() -> Iterator[Check]:
         return
     assert stats is not None, "a strict store raises instead"
     kind = "shared, signatures are checked" if location.shared else "private to this user"
-    found = f"{stats.url} ({kind}): {stats.subgraphs} subgraphs, {stats.decided} tuned, schema {stats.schema}"
+    found = f"{stats.url} ({kind}): {stats.subgraphs} subgraphs, {stats.decided} with a decision, schema {stats.schema}"
     yield Check("store", "ok", found)
 
 

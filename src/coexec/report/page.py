@@ -32,7 +32,7 @@ def html_page(report: StoreReport) -> str:
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>coexec store</title><style>{STYLE}</style></head>',
             f"<body><h1>coexec store</h1><p>{escape(report.url)}, {made}: {len(report.subgraphs)} subgraphs, "
-            f"{report.waiting} of them wait for <code>coexec tune</code>.</p>",
+            f"{len(report.waiting)} of them wait for <code>coexec tune</code>.</p>",
             "<h2>Backends</h2>",
             _backends(report),
             "<h2>Subgraphs</h2>",
@@ -61,10 +61,12 @@ def _backends(report: StoreReport) -> str:
 
 
 def _subgraph(row: SubgraphRow) -> str:
-    chosen = ", ".join(dict.fromkeys(decision.backend for decision in row.decisions)) or "not tuned"
+    backends = ", ".join(dict.fromkeys(decision.backend for decision in row.decisions))
+    chosen = backends if row.was_tuned else f"{backends}, not tuned".removeprefix(", ")
     fastest = next((f" {decision.speedup:.2f}x" for decision in row.decisions if decision.speedup), "")
     head = f"<code>{row.digest[:16]}</code> {escape(row.note)} ({row.n_ops} ops): <b>{escape(chosen)}</b>{fastest}"
-    reasons = "".join(f"<p>{escape(decision.reason)}</p>" for decision in row.decisions[:1] if decision.reason)
+    told = [decision.reason for decision in row.decisions[:1]] + [row.passed_over]
+    reasons = "".join(f"<p>{escape(reason)}</p>" for reason in told if reason)
     attempts = _table(
         ("backend", "outcome", "speedup", "sizes", "detail"),
         [

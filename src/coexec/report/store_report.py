@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coexec.subgraphs.entries import Decision, Measurement, Outcome, SubgraphInfo
@@ -35,8 +35,16 @@ class SubgraphRow:
     note: str
     n_ops: int
     used_s: float
+    run_s: float | None  # of one run where it serves; None if nobody has told
+    runs: int  # that were told
     decisions: tuple[Decision, ...]  # newest first
     attempts: tuple[AttemptRow, ...]  # fastest first, failures last
+    passed_over: str  # why the tuner leaves it out here; "" if it does not
+
+    @property
+    def was_tuned(self) -> bool:
+        """Here or elsewhere. Co-execution's segments have a decision as soon as they are compiled."""
+        return any(is_tuned(decision) for decision in self.decisions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +77,31 @@ class StoreReport:
     subgraphs: tuple[SubgraphRow, ...]  # last used first
     backends: tuple[BackendRow, ...]  # most chosen first
     environments: tuple[EnvironmentRow, ...]  # most decisions first
+    waiting: tuple[str, ...]  # digests of what `coexec tune` would work on here, in its order
 
-    @property
-    def waiting(self) -> int:
-        """Subgraphs without any decision."""
-        return sum(not row.decisions for row in self.subgraphs)
+    def rows_waiting(self) -> list[SubgraphRow]:
+        """What waits, in the tuner's order."""
+        rows = {row.digest: row for row in self.subgraphs}
+        return [rows[digest] for digest in self.waiting if digest in rows]
+
+
+def is_tuned(decision: Decision) -> bool:
+    """Whether the tuner made it: of a segment the first decision is that it was compiled. One that came without the
+    record of what was tried has a speedup, which nobody else measures."""
+    return bool(decision.options.get("tried")) or decision.speedup is not None
+
+
+def tuning_queue(store: Store) -> tuple[tuple[str, ...], Mapping[str, str]]:
+    """What `coexec tune` has before it here: digests in its order, and by digest why others are passed over.
+
+    Imports torch, which names this environment, unless nothing is stored that could be tuned.
+    """
+    if not any(info.program for info in store.subgraphs()):
+        return (), {}
+    from coexec.tuning.queue import queue_here
+
+    queue = queue_here(store)
+    return tuple(info.digest for info in queue.waiting), queue.passed_over
 
 
 def report_store(store: Store) -> StoreReport:
@@ -82,9 +110,13 @@ def report_store(store: Store) -> StoreReport:
     decisions: dict[str, list[Decision]] = {}
     for decision in store.decisions():
         decisions.setdefault(decision.subgraph, []).append(decision)
+    infos = store.subgraphs()
+    waiting, passed_over = tuning_queue(store)
     rows = tuple(
-        _subgraph_row(info, decisions.get(info.digest, []), store.measurements(info.digest))
-        for info in store.subgraphs()
+        _subgraph_row(
+            info, decisions.get(info.digest, []), store.measurements(info.digest), passed_over.get(info.digest, "")
+        )
+        for info in infos
     )
     return StoreReport(
         url="" if stats is None else stats.url,
@@ -92,14 +124,27 @@ def report_store(store: Store) -> StoreReport:
         subgraphs=rows,
         backends=_backend_rows(rows),
         environments=_environment_rows(store.environments(), rows),
+        waiting=waiting,
     )
 
 
-def _subgraph_row(info: SubgraphInfo, decisions: list[Decision], measurements: Sequence[Measurement]) -> SubgraphRow:
+def _subgraph_row(
+    info: SubgraphInfo, decisions: list[Decision], measurements: Sequence[Measurement], passed_over: str
+) -> SubgraphRow:
     newest = {(m.backend, m.environment, m.shape_class): m for m in measurements}  # oldest first, so the last one stays
     attempts = sorted(map(_attempt_row, newest.values()), key=lambda row: (-(row.speedup or 0.0), row.backend))
     ordered = sorted(decisions, key=lambda decision: -decision.decided_s)
-    return SubgraphRow(info.digest, info.note, info.n_ops, info.used_s, tuple(ordered), tuple(attempts))
+    return SubgraphRow(
+        digest=info.digest,
+        note=info.note,
+        n_ops=info.n_ops,
+        used_s=info.used_s,
+        run_s=info.run_s,
+        runs=info.runs,
+        decisions=tuple(ordered),
+        attempts=tuple(attempts),
+        passed_over=passed_over,
+    )
 
 
 def _attempt_row(m: Measurement) -> AttemptRow:

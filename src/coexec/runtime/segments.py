@@ -67,6 +67,10 @@ MAX_REDESCRIBED = 3
 MAX_TRIES = 512
 """Iterations of one segment that are described, or captured, in search of what is still needed of it."""
 
+NOTED_AGAIN = 10
+"""How many times more runs there are when the database hears of them again: a write in the background, which a long
+training makes a few times."""
+
 _snapshot_numbers = itertools.count()
 _worker: CompileWorker | None = None
 
@@ -109,8 +113,9 @@ def _are_passes(passes: Sequence[BuiltSegment]) -> bool:
 class SegmentManager:
     """Keeps the plan of one step and adopts compiled artifacts."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, where: str = "") -> None:
         self.options = options
+        self.where = where  # name and place of the step, for people
         self.plan: Plan | None = None
         self.segments: list[ManagedSegment] = []
         self.compile_failures: Counter[str] = Counter()
@@ -313,7 +318,8 @@ class SegmentManager:
     def _add_version(self, segment: ManagedSegment, version: Version) -> None:
         """Compiled before, by this process or another one: no capture, no compilation."""
         segment.versions.append(version)
-        known = compile_worker().cache.get(artifact_key(version.spec))
+        version.key = artifact_key(version.spec)
+        known = compile_worker().cache.get(version.key)
         if isinstance(known, Artifact):
             if known.is_checked:  # otherwise it is, on live inputs, before it takes over
                 self._load(segment, version, known)
@@ -412,7 +418,7 @@ class SegmentManager:
         segment, version, paths = capturing.segment, capturing.version, [path for _, _, path in capturing.done]
         native.capture = self._capturing = None
         if version.symbolic is None:
-            version.job = compile_worker().submit(version.spec, paths[0], timed=False)
+            version.job = compile_worker().submit(version.spec, paths[0], timed=False, note=self.where)
         else:
             passes = _built(capturing)
             try:
@@ -424,7 +430,7 @@ class SegmentManager:
             version.built = passes[-1]
             version.native = native.make_segment(version.built.native)  # the latest iteration was the last pass
             version.native.make_dynamic(patterns)
-            version.job = compile_worker().submit_symbolic(version.symbolic, paths, timed=False)
+            version.job = compile_worker().submit_symbolic(version.symbolic, paths, timed=False, note=self.where)
         version.state = State.COMPILING
 
     def _abandon_capture(self, native: Any) -> None:
@@ -456,6 +462,7 @@ class SegmentManager:
             self._reinstall(native)
 
     def _load(self, segment: ManagedSegment, version: Version, artifact: Artifact) -> None:
+        version.key = artifact.key  # one for many sizes got its last observation after it was looked up
         try:
             if version.symbolic is not None:
                 version.native.set_guards(artifact.meta["guards"])
@@ -480,6 +487,7 @@ class SegmentManager:
     def _review(self, native: Any) -> None:
         """Versions that do not fit after all are described anew or given up."""
         for segment, version in [(s, v) for s in self.segments for v in s.versions if v.state is State.COMPILED]:
+            _note_runs(version)
             if version.native.slower:
                 self._stay(segment, version, _trial_result(version.native))
             elif version.native.discards > MAX_DISCARDS and version.native.discards > version.native.runs:
@@ -570,6 +578,14 @@ class _Description:
         """Whether the iteration went through the whole segment, without a way round that is in no plan."""
         first = self._index.get(segment.nodes[0], len(self.path))
         return self.path[first : first + len(segment.nodes)] == segment.nodes
+
+
+def _note_runs(version: Version) -> None:
+    """Tell the database how long a run takes: once the trial is over, then each time that there are many times more."""
+    run_s, runs = version.run_s(), version.native.runs
+    if run_s is not None and runs >= max(1, version.noted_runs * NOTED_AGAIN):
+        compile_worker().cache.note_runs(version.key, run_s, runs - version.noted_runs)
+        version.noted_runs = runs
 
 
 def _sort_of(planned: Segment) -> tuple[tuple[int, ...], str, bool, bool]:

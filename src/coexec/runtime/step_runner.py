@@ -86,14 +86,16 @@ def _diverged(fallback: tuple[str, str, int, int] | None) -> bool:
 class StepRunner:
     """Runs a step again and again; decides per iteration whether it is traced, co-executed or left alone."""
 
-    def __init__(self, name: str, options: Options) -> None:
+    def __init__(self, name: str, options: Options, place: str = "") -> None:
+        """`name`, and `place` ("train.py:12"): for people."""
         self.name = name
+        self.place = place
         self.options = options
         self.graph = TraceGraph()
         self.policy = PhasePolicy()
         self.counters = Counters()
         self.history = History()
-        self.segments = SegmentManager(options)
+        self.segments = SegmentManager(options, self.where)
         self.loops = LoopFolder()
         self._native: Any = None  # the native Step, once the core is loaded
         self._lock = threading.Lock()
@@ -106,6 +108,13 @@ class StepRunner:
         self._stalled_before_s = 0.0  # in calls, when the running one began
         self._warning = ""  # to be issued when the iteration is over
         _runners.add(self)
+
+    @property
+    def where(self) -> str:
+        """Name and place: "train_step, train.py:12". A block without a name has its place for one."""
+        if self.place and self.name.endswith(self.place):
+            return self.place
+        return f"{self.name}, {self.place}" if self.place else self.name
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -305,7 +314,7 @@ class StepRunner:
             self._native.stop()
         self._native = None
         self.graph = TraceGraph()
-        self.segments = SegmentManager(self.options)
+        self.segments = SegmentManager(self.options, self.where)
         self.loops = LoopFolder()
         self.policy = PhasePolicy()
         self.benefit = BenefitTrial()
@@ -374,7 +383,7 @@ class StepRunner:
         """Loops were folded: the next iterations are traced into a new graph."""
         self.segments.abandon(native)
         self.graph = TraceGraph()
-        self.segments = SegmentManager(self.options)
+        self.segments = SegmentManager(self.options, self.where)
         self.policy.start_anew()
 
     def _note_news(self, result: MergeResult) -> None:

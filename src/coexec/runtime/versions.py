@@ -21,6 +21,9 @@ WORTH_PASSES = 8
 MAX_DESCRIBED = 6
 """Sets of shapes of one segment that are looked at in order to find what varies."""
 
+KEY_DIGITS = 16
+"""Of a key, as `coexec db list` prints them."""
+
 _PURPOSE = {
     "functional": "values only",
     "commit": "writing parameters and other memory of yours",
@@ -49,12 +52,19 @@ class Version:
     state: State = State.DESCRIBED
     reason: str = ""
     job: int = -1
+    key: str = ""  # of its artifact, in the cache and in the database
+    noted_runs: int = 0  # of which the database knows
     tuned: str = ""  # what the offline tuner has found for it, in words; "" if it has not tried
 
     @property
     def spec(self) -> Any:
         """What is compiled."""
         return self.symbolic or self.built.spec
+
+    def run_s(self) -> float | None:
+        """Seconds of one compiled run in this step, as its trial found; None before that is over."""
+        native = self.native
+        return quartile(native.compiled_s) if native.compiled_s and not native.trial else None
 
     def describe(self) -> str:
         """What it is, its executor, and why."""
@@ -63,9 +73,11 @@ class Version:
         text += f" ({self.reason})" if self.reason else ""
         text += f" (tuned: {self.tuned})" if self.tuned and self.state is State.COMPILED else ""
         text += f", {native.runs} compiled runs" if native.runs else ""
-        if self.state is State.COMPILED and not native.trial and native.compiled_s:
-            compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)
+        if self.state is State.COMPILED and (compiled_s := self.run_s()) is not None:
+            replayed_s = quartile(native.replayed_s)
             text += f" ({compiled_s * 1e3:.3f} ms; {replayed_s * 1e3:.3f} ms replayed)"
+        if self.state is State.COMPILED and self.key:
+            text += f", `coexec db show {self.key[:KEY_DIGITS]}`"
         if native.discards:
             text += f", {native.discards} discarded, the last because: {native.last_discard}"
         return text

@@ -113,11 +113,13 @@ class SubgraphInfo:
 
     digest: str
     n_ops: int
-    note: str  # where it was seen first: "model.py:31", "segment 3 of train_step"
+    note: str  # where it was seen first: "model.py:31", "train_step, train.py:12: segment of 65 ops"
     program: str  # digest of the serialized program in the artifacts, "" if none was stored
     created_s: float
     used_s: float  # day-exact: last lookup or store
     text: str = field(repr=False)
+    run_s: float | None = None  # of one run where it serves, as measured last; None if nobody has told
+    runs: int = 0  # that were told, of all processes
 
 
 def canonical_json(value: object) -> str:

@@ -54,6 +54,13 @@ MIGRATIONS: tuple[Migration, ...] = (
             "content {blob} NOT NULL, PRIMARY KEY (digest, position))",
         ),
     ),
+    Migration(  # how much time is spent in a subgraph, so that the tuner begins where most is to be gained
+        2,
+        (
+            "ALTER TABLE coexec_subgraph ADD COLUMN run_s {double}",
+            "ALTER TABLE coexec_subgraph ADD COLUMN runs BIGINT NOT NULL DEFAULT 0",
+        ),
+    ),
 )
 
 

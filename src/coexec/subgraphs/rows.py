@@ -82,6 +82,13 @@ def put_subgraph(connection: Connection, row: Mapping[str, Any]) -> bool:
     return True
 
 
+def note_runs(connection: Connection, digest: str, run_s: float, runs: int) -> bool:
+    """So many more runs, of so many seconds each; returns whether the subgraph is stored."""
+    s = tables.subgraph
+    changed = update(s).where(s.c.digest == digest).values(run_s=run_s, runs=s.c.runs + runs)
+    return connection.execute(changed).rowcount == 1
+
+
 def decision_row(decision: Decision) -> dict[str, Any]:
     """The row of a decision without its signature."""
     statement = decision.statement()
@@ -155,7 +162,7 @@ def measurement_of(row: Row[Any]) -> Measurement:
 
 def subgraph_of(row: Row[Any]) -> SubgraphInfo:
     """The subgraph of a row."""
-    fields = ("digest", "n_ops", "note", "program", "created_s", "used_s", "text")
+    fields = ("digest", "n_ops", "note", "program", "created_s", "used_s", "text", "run_s", "runs")
     return SubgraphInfo(**{name: getattr(row, name) for name in fields})
 
 

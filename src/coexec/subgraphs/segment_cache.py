@@ -21,6 +21,7 @@ from coexec.backends.cache import (
     CUSTOM_OPS,
     KEY_TEXT,
     LIBRARY,
+    NOTE,
     PROGRAM,
     REFUSED,
     SUMS,
@@ -86,7 +87,8 @@ class SegmentCache(ArtifactCache):
             return True
         files = [file for file in (artifact.library, artifact.library.parent / CUSTOM_OPS) if file.exists()]
         refs = [self._reference(file) for file in files]
-        note = f"segment of {key.n_ops} ops"
+        place, what = str(artifact.meta.get(NOTE, "")), f"segment of {key.n_ops} ops"
+        note = f"{place}: {what}" if place else what
         program = artifact.library.parent / PROGRAM
         if None in refs or not self._store.put_subgraph(key, program=program if program.exists() else None, note=note):
             return False
@@ -99,6 +101,11 @@ class SegmentCache(ArtifactCache):
             reason=note,
         )
         return self._store.decide(decision, environment)
+
+    def note_runs(self, key: str, run_s: float, runs: int) -> None:
+        """Tell the store, in the background."""
+        arguments = (key, run_s, runs)
+        threading.Thread(target=self._store.note_runs, args=arguments, name="coexec-note-runs", daemon=True).start()
 
     def _reference(self, file: Path) -> ArtifactRef | None:
         digest = self._store.put_artifact(file)

@@ -184,6 +184,13 @@ class Store:
 
         return self._guarded(False, lambda: self._write(add))
 
+    def note_runs(self, subgraph: str, run_s: float, runs: int) -> bool:
+        """Of a stored subgraph (its digest): `runs` more of them, which take `run_s` seconds each.
+
+        For the order in which the tuner works. Returns whether the subgraph is stored.
+        """
+        return self._guarded(False, lambda: self._write(lambda c: rows.note_runs(c, subgraph, run_s, runs)))
+
     def decide(self, decision: Decision, environment: Environment) -> bool:
         """Make `decision` the one for its subgraph, environment, shape class and constants, in one transaction.
 

@@ -26,6 +26,8 @@ subgraph = Table(
     Column("signature", Text, nullable=False),
     Column("created_s", Float(53), nullable=False),
     Column("used_s", Float(53), nullable=False),
+    Column("run_s", Float(53)),
+    Column("runs", BigInteger, nullable=False, server_default="0"),
     Index("coexec_subgraph_outline", "outline"),
 )
 

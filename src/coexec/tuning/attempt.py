@@ -16,6 +16,9 @@ from coexec.tuning.roster import Roster
 from coexec.tuning.settings import TuneSettings
 from coexec.tuning.turns import Timing
 
+SPENT = "the budget was spent"
+"""Why something was left undone: the whole run's time, or that of one graph."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
@@ -28,6 +31,7 @@ class Attempt:
     build_s: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what loading needs besides the files
     busy_cores: float = 0.0  # that others took while it was timed
+    out_of_time: bool = False  # the budget ended it, not its own fault: it is to be tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,13 @@ class EndedError(Exception):
         self.outcome, self.detail = outcome, detail
 
 
+class BudgetSpentError(EndedError):
+    """No time is left, for which the candidate is not to blame."""
+
+    def __init__(self) -> None:
+        super().__init__(Outcome.TIMEOUT, SPENT)
+
+
 def prepare(
     candidate: str,
     program: Path,
@@ -65,16 +76,18 @@ def prepare(
     """
     built: dict[str, Any] = {}
     try:
+        _check_left(left_s)
         stage("build")
         with roster.child(candidate) as child:
             question = _build_question(program, candidate, folder, threads, min(settings.attempt_s, left_s()))
-            built = asked(child, question, min(settings.attempt_s, left_s()))
+            built = _asked_in_time(child, question, settings, left_s)
         _make_read_only(folder)
         stage("verify")
         whole = Prepared(candidate, folder, built["metadata"], built["seconds"], "")
         return checked(whole, program, roster, threads, settings, left_s)
     except EndedError as ended:
-        return Attempt(candidate, ended.outcome, ended.detail, build_s=built.get("seconds"))
+        out_of_time = isinstance(ended, BudgetSpentError)
+        return Attempt(candidate, ended.outcome, ended.detail, build_s=built.get("seconds"), out_of_time=out_of_time)
 
 
 def checked(
@@ -85,11 +98,15 @@ def checked(
     settings: TuneSettings,
     left_s: Callable[[], float],
 ) -> Prepared:
-    """Load what was built in a fresh child and verify it. Errors: EndedError blames the candidate."""
+    """Load what was built in a fresh child and verify it.
+
+    Errors: EndedError blames the candidate; BudgetSpentError if there was no time for it.
+    """
+    _check_left(left_s)
     with roster.child(built.candidate) as child:
         question = load_question(program, built.candidate, built.folder, built.metadata, threads)
-        asked(child, question, min(settings.attempt_s, left_s()))
-        return replace(built, seen=_verified(child, min(settings.attempt_s, left_s())))
+        _asked_in_time(child, question, settings, left_s)
+        return replace(built, seen=_seen(_asked_in_time(child, {"do": "verify"}, settings, left_s)))
 
 
 def asked(child: Child, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -104,6 +121,28 @@ def asked(child: Child, question: Mapping[str, Any], timeout_s: float) -> dict[s
     return answer
 
 
+def _asked_in_time(
+    child: Child, question: Mapping[str, Any], settings: TuneSettings, left_s: Callable[[], float]
+) -> dict[str, Any]:
+    """The child's answer. Errors: EndedError; BudgetSpentError if no time is left, or less than an attempt may take and
+    too little."""
+    limit_s = _check_left(left_s)
+    try:
+        return asked(child, question, min(settings.attempt_s, limit_s))
+    except EndedError as ended:
+        if ended.outcome is Outcome.TIMEOUT and limit_s < settings.attempt_s:
+            raise BudgetSpentError from ended
+        raise
+
+
+def _check_left(left_s: Callable[[], float]) -> float:
+    """Seconds that are left. Errors: BudgetSpentError if there are none."""
+    seconds = left_s()
+    if seconds <= 0:
+        raise BudgetSpentError
+    return seconds
+
+
 def load_question(
     program: Path, candidate: str, folder: Path, metadata: Mapping[str, Any], threads: int
 ) -> dict[str, Any]:
@@ -111,9 +150,8 @@ def load_question(
     return {"do": "load", "metadata": dict(metadata), **_place(program, candidate, folder, threads)}
 
 
-def _verified(child: Child, timeout_s: float) -> str:
-    """What the check saw, for people."""
-    report = asked(child, {"do": "verify"}, timeout_s)
+def _seen(report: Mapping[str, Any]) -> str:
+    """What the check saw, for people. Errors: EndedError if the answers are wrong."""
     if not report["accepted"]:
         raise EndedError(Outcome.WRONG, "; ".join(report["problems"][:5]))
     against = "float64" if report["wide"] else "eager (no float64 run)"

@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from coexec.backends.candidates.candidate import Candidate
-from coexec.backends.variants import Variant
 from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.environment import Environment
 from coexec.subgraphs.errors import StoreError, TrustError, UnkeyableGraphError
 from coexec.subgraphs.store import Store
-from coexec.tuning.attempt import Attempt, Prepared, prepare
+from coexec.tuning.attempt import SPENT, Attempt, Prepared, prepare
 from coexec.tuning.child import ChildError
 from coexec.tuning.identity import custom_ops_of_text, environment_of
 from coexec.tuning.markers import DEATHS, Markers
+from coexec.tuning.queue import Tools
 from coexec.tuning.report import AttemptReport, GraphReport
 from coexec.tuning.roster import Roster
 from coexec.tuning.settings import PREPARE, TIME, TuneSettings
 from coexec.tuning.shelf import Shelf
 from coexec.tuning.standing import Facts, Standing, Tried, earlier_report, known_facts, options_digest, read_standing
-from coexec.tuning.timing import EAGER, EagerSide, Track
+from coexec.tuning.timing import EagerSide, Track
 
 MIN_ATTEMPT_S = 1.0
 """With less time left, no further attempt is begun."""
@@ -49,10 +48,7 @@ class Workshop:
     roster: Roster
     shelf: Shelf
     settings: TuneSettings
-    candidates: Sequence[Candidate]  # for graphs: usable here, without eager
-    variants: Sequence[Variant]  # for co-execution's segments: usable here
-    only_eager: bool  # nothing else was asked for
-    threads: int
+    tools: Tools
     deadline_s: Callable[[], float]  # monotonic time at which the run is out of budget, or is to stop
 
 
@@ -61,7 +57,7 @@ def tune_graph(shop: Workshop, info: SubgraphInfo, tell: Tell) -> GraphReport:
 
     def tuning() -> GraphReport:
         program, facts = _facts(shop, info)
-        return GraphTuning(shop, info, program, facts, tell, shop.candidates).run()
+        return GraphTuning(shop, info, program, facts, tell, shop.tools.candidates).run()
 
     return claimed(shop, info, tuning)
 
@@ -80,8 +76,8 @@ def claimed(shop: Workshop, info: SubgraphInfo, tuning: Callable[[], GraphReport
 def _facts(shop: Workshop, info: SubgraphInfo) -> tuple[Path, Facts]:
     """The program's file and what its decisions are keyed by; a child reads the program where nobody has yet."""
     program = stored_program(shop.store, info, "run the model once with mode='collect'")
-    environment = environment_of(custom_ops_of_text(info.text), shop.threads)
-    known = known_facts(shop.store, info.digest, info.program, environment, shop.threads)
+    environment = environment_of(custom_ops_of_text(info.text), shop.tools.threads)
+    known = known_facts(shop.store.decisions(info.digest), info.digest, info.program, environment, shop.tools.threads)
     return program, known or _described(shop, info, program, environment)
 
 
@@ -115,7 +111,7 @@ def _described(shop: Workshop, info: SubgraphInfo, program: Path, environment: E
         shape_class=answer["shape_class"],
         inside=answer["inside"],
         baked=answer["baked"],
-        threads=shop.threads,
+        threads=shop.tools.threads,
     )
 
 
@@ -133,7 +129,8 @@ class GraphTuning:
     ) -> None:
         self.shop, self.info, self.program, self.facts, self.tell = shop, info, program, facts, tell
         self.candidates = candidates
-        self.standing: Standing = read_standing(shop.store, facts, anew=shop.settings.retune)
+        known = () if shop.settings.retune else shop.store.decisions(facts.subgraph)
+        self.standing: Standing = read_standing(known, facts)
         self.attempts = [earlier_report(name, entry) for name, entry in self.standing.tried.items()]
         self.prepared: dict[str, Prepared] = {}
         self.graph_deadline_s = time.monotonic() + shop.settings.per_graph_s
@@ -148,7 +145,7 @@ class GraphTuning:
                     self.prepare_one(candidate)
         if only != PREPARE and self.prepared:
             self.time_all()
-        if self.shop.only_eager:
+        if self.shop.tools.only_eager:
             self.standing.decide(self.shop.store)  # nothing to try, and known to be so
         return self.report()
 
@@ -165,7 +162,6 @@ class GraphTuning:
 
     def prepare_one(self, candidate: Tried) -> None:
         """Build and verify; put away what is good, commit what is not. Marked while it is in progress."""
-        short_of_time = self.left_s() < self.shop.settings.attempt_s
         with self.shop.shelf.workplace() as folder, self._marked(candidate.name) as deaths:
             if deaths >= DEATHS:
                 ended: Prepared | Attempt = _blamed(candidate.name, deaths)
@@ -174,9 +170,8 @@ class GraphTuning:
             if isinstance(ended, Prepared):
                 self.prepared[candidate.name] = self.shop.shelf.put(self.name_on_shelf(candidate), ended)
                 self.tell(candidate.name, "prepared", None, None)
-            elif ended.outcome is not Outcome.TIMEOUT or not short_of_time:
+            elif not ended.out_of_time:  # otherwise the next run tries it with a whole budget
                 self.commit(candidate, ended, folder)
-            # else the budget's fault: the next run tries it with a whole one
 
     def time_all(self) -> None:
         """Time the prepared ones together; one by one where tuners died of that often, to find out by which."""
@@ -213,7 +208,7 @@ class GraphTuning:
 
     def report(self) -> GraphReport:
         """Where the graph stands now."""
-        best, decided = self.standing.best, bool(self.standing.tried) or self.shop.only_eager
+        best, decided = self.standing.best, bool(self.standing.tried) or self.shop.tools.only_eager
         return GraphReport(
             subgraph=self.info.digest,
             note=self.info.note,
@@ -232,7 +227,7 @@ class GraphTuning:
     def _why_nothing(self) -> str:
         """Why no candidate was tried."""
         if self.candidates:
-            return "nothing was tried: no time was left"
+            return f"nothing was tried: {SPENT}"
         return "nothing was tried: no candidate can be used here (`coexec doctor` says why); nothing was decided"
 
     def built(self, candidate: Tried, folder: Path) -> Prepared | Attempt:
@@ -291,8 +286,3 @@ def _report_of(attempt: Attempt) -> AttemptReport:
         eager_s=timing.eager_s,
         build_s=attempt.build_s,
     )
-
-
-def is_eager(candidate: Candidate) -> bool:
-    """Eager is what the others are measured against."""
-    return candidate.name == EAGER

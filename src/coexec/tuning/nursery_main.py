@@ -78,6 +78,9 @@ class _Nursery:
         if not pid:
             self.become_child(descriptors)
             return lambda: serve(nursery)
+        # In both processes: whoever kills the group must find it as soon as the number is known.
+        with contextlib.suppress(OSError):  # the child has ended already, or did it first
+            os.setpgid(pid, pid)
         *pipes, status = descriptors
         for descriptor in pipes:
             os.close(descriptor)

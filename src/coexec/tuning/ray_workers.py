@@ -50,7 +50,7 @@ def tune_with_ray(settings: TuneSettings, *, store: Store | None = None, address
 
 def shares_of(store: Store, settings: TuneSettings) -> list[dict[str, Any]]:
     """One task per stored graph with a program: plain data, so that any version of Ray can carry it."""
-    from coexec.tuning.tuner import selected
+    from coexec.tuning.queue import selected
 
     digests = [info.digest for info in selected(store, settings)]
     limits = dataclasses.asdict(settings)

@@ -52,6 +52,7 @@ class GraphReport:
     complete: bool = False  # every candidate has been tried
     prepared: tuple[str, ...] = ()  # candidates that are built and verified, and wait to be timed
     reason: str = ""  # why this winner, or why the graph was left
+    passed_over: bool = False  # on purpose: nothing is to be gained from it
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ usual library serves already. It is taken from the store; where a variant has ta
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from coexec.backends.key import is_of_here
 from coexec.backends.variants import CODE, USUAL
 from coexec.subgraphs.entries import Decision, Outcome, SubgraphInfo
 from coexec.subgraphs.errors import StoreError
-from coexec.subgraphs.segment_cache import environment_of_segments
-from coexec.tuning.attempt import Attempt, EndedError, Prepared, checked
+from coexec.tuning.attempt import Attempt, BudgetSpentError, EndedError, Prepared, checked
 from coexec.tuning.graph_tuner import GraphTuning, Tell, UntunableError, Workshop, claimed, stored_program
+from coexec.tuning.queue import passed_over, segment_facts
 from coexec.tuning.report import GraphReport
-from coexec.tuning.standing import Best, Facts, Tried, published
+from coexec.tuning.standing import Best, Tried, published
 from coexec.tuning.timing import EAGER, EagerSide, Track
 
 NOTHING_FASTER = "no variant was faster than the usual library"
@@ -26,19 +27,18 @@ NOTHING_FASTER = "no variant was faster than the usual library"
 
 def tune_segment(shop: Workshop, info: SubgraphInfo, tell: Tell) -> GraphReport:
     """Tune one segment. Whatever is wrong with it is in the report. Errors: StoreError."""
+    tools = shop.tools
 
-    def tuning() -> GraphReport:
+    def tuned() -> GraphReport:
         if not is_of_here(info.text):
             raise UntunableError("it was compiled in another environment (`coexec db show --text` names it)")
         program = stored_program(shop.store, info, "run the step once more with an empty cache folder")
-        return SegmentTuning(shop, info, program, _facts(shop, info), tell, shop.variants).run()
+        tuning = SegmentTuning(shop, info, program, segment_facts(info, tools.threads), tell, tools.variants)
+        if (reason := passed_over(info)) and shop.settings.subgraphs is None:
+            return replace(tuning.report(), passed_over=True, reason=reason)
+        return tuning.run()
 
-    return claimed(shop, info, tuning)
-
-
-def _facts(shop: Workshop, info: SubgraphInfo) -> Facts:
-    """A segment's key says everything: sizes, threads; and its parameters are inputs."""
-    return Facts(info.digest, info.program, environment_of_segments(), "", "", "", shop.threads)
+    return claimed(shop, info, tuned)
 
 
 class SegmentTuning(GraphTuning):
@@ -74,6 +74,8 @@ class SegmentTuning(GraphTuning):
             if (stored := self._stored()) is not None:
                 return checked(stored, program, shop.roster, self.facts.threads, shop.settings, self.left_s)
             return shop.shelf.find(self.name_on_shelf(variants.USUALLY)) or self._rebuilt()
+        except BudgetSpentError as error:
+            raise UntunableError(error.detail) from error
         except EndedError as error:
             raise UntunableError(f"its usual library cannot be timed: {error.outcome}: {error.detail}") from error
 
@@ -95,6 +97,8 @@ class SegmentTuning(GraphTuning):
         with self.shop.shelf.workplace() as folder:
             found = super().built(variants.USUALLY, folder)
             if isinstance(found, Attempt):
+                if found.out_of_time:
+                    raise BudgetSpentError
                 raise EndedError(found.outcome, found.detail)
             return self.shop.shelf.put(self.name_on_shelf(variants.USUALLY), found)
 

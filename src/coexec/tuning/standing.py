@@ -135,9 +135,14 @@ class Standing:
         )
 
 
-def known_facts(store: Store, subgraph: str, program: str, environment: Environment, threads: int) -> Facts | None:
-    """The facts of a program that was tuned in this environment before; None if it was not. Errors: StoreError."""
-    for decision in store.decisions(subgraph):
+def known_facts(
+    decisions: Iterable[Decision], subgraph: str, program: str, environment: Environment, threads: int
+) -> Facts | None:
+    """The facts of a program that was tuned in this environment before; None if it was not.
+
+    `decisions`: those of the subgraph.
+    """
+    for decision in decisions:
         facts = decision.options.get("facts", {})
         if decision.environment == environment.digest and facts.get("program") == program:
             shape_class = decision.shape_class
@@ -145,11 +150,11 @@ def known_facts(store: Store, subgraph: str, program: str, environment: Environm
     return None
 
 
-def read_standing(store: Store, facts: Facts, *, anew: bool = False) -> Standing:
-    """What the store knows of the graph; nothing if `anew`. Errors: StoreError."""
+def read_standing(decisions: Iterable[Decision], facts: Facts) -> Standing:
+    """What is known of the graph from its decisions."""
     found = {
         decision.constants: decision
-        for decision in (() if anew else store.decisions(facts.subgraph))
+        for decision in decisions
         if (decision.environment, decision.shape_class) == (facts.environment.digest, facts.shape_class)
     }
     plain, best = found.get(facts.inside), found.get(facts.baked)

@@ -6,25 +6,20 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from coexec.backends import variants
-from coexec.backends.candidates import registry
-from coexec.backends.candidates.candidate import Candidate
-from coexec.backends.key import is_of_here, is_segment
-from coexec.backends.variants import Variant
+from coexec.backends.key import is_segment
 from coexec.config import private_cache_dir
 from coexec.subgraphs.entries import Outcome, SubgraphInfo
 from coexec.subgraphs.store import Store
-from coexec.tuning.graph_tuner import Workshop, is_eager, tune_graph
+from coexec.tuning.graph_tuner import Workshop, tune_graph
 from coexec.tuning.markers import Markers
 from coexec.tuning.nursery import Nursery
+from coexec.tuning.queue import selected, tools_here
 from coexec.tuning.report import GraphReport, Progress, TuneReport
 from coexec.tuning.roster import Roster
 from coexec.tuning.segment_tuner import tune_segment
@@ -71,23 +66,16 @@ class _Run:
         self.start_s = time.monotonic()
         self.stopped = False
         self.telling = threading.Lock()
-        chosen, for_segments = _chosen(settings.candidates), _chosen_variants(settings.candidates)
-        everything: list[Candidate | Variant] = [*chosen, *for_segments]
-        usable = [(c.name, c.availability()) for c in everything]
-        self.unavailable = {name: availability.reason for name, availability in usable if not availability.usable}
+        tools = tools_here(settings)
         markers = Markers(_marks_of(store))
-        threads = settings.threads or torch.get_num_threads()
-        self.nursery = Nursery(threads, beside_others=settings.only == PREPARE)
+        self.nursery = Nursery(tools.threads, beside_others=settings.only == PREPARE)
         self.shop = Workshop(
             store=store,
             markers=markers,
             roster=Roster(markers, self.nursery, settings.memory_bytes),
             shelf=Shelf(private_cache_dir("tuning") / "prepared"),
             settings=settings,
-            candidates=[c for c in chosen if c.name not in self.unavailable and not is_eager(c)],
-            variants=[v for v in for_segments if v.name not in self.unavailable],
-            only_eager=bool(chosen) and all(is_eager(c) for c in chosen),
-            threads=threads,
+            tools=tools,
             deadline_s=self.deadline_s,
         )
 
@@ -103,7 +91,7 @@ class _Run:
                 self.nursery.prepare()  # from this thread: the kernel ends it with the thread that started it
                 reports = self.in_parallel(numbered, len(graphs))
         elapsed_s = time.monotonic() - self.start_s
-        return TuneReport(tuple(reports), self.unavailable, elapsed_s, time.monotonic() > self.deadline_s())
+        return TuneReport(tuple(reports), self.shop.tools.unavailable, elapsed_s, time.monotonic() > self.deadline_s())
 
     def in_parallel(self, numbered: Iterable[tuple[int, SubgraphInfo]], graphs: int) -> list[GraphReport]:
         """The graphs over worker threads; an interrupt ends what they wait for."""
@@ -142,34 +130,6 @@ def _strict(store: Store | None) -> Store:
     if store is None:
         return Store(strict=True)
     return Store(store.location, strict=True, keyring=store.keyring)
-
-
-def _chosen(names: Sequence[str] | None) -> list[Candidate]:
-    """Candidates for graphs."""
-    if names is None:
-        return list(registry.candidates().values())
-    return [registry.get(name) for name in names if name not in variants.variants()]
-
-
-def _chosen_variants(names: Sequence[str] | None) -> list[Variant]:
-    """Variants of segments."""
-    return [variant for name, variant in variants.variants().items() if names is None or name in names]
-
-
-def selected(store: Store, settings: TuneSettings) -> list[SubgraphInfo]:
-    """Stored graphs and segments with a program, last used first, for which one of the candidates is meant.
-
-    A segment's key names its environment: one of another environment is nothing to be tuned here, unless it is asked
-    for and so is to be heard of.
-    """
-    names, prefixes = settings.candidates, settings.subgraphs
-    for_segments = bool(_chosen_variants(names))
-    for_graphs = names is None or not for_segments or bool(_chosen(names))
-    found = [info for info in store.subgraphs() if info.program]
-    found = [info for info in found if (for_segments if is_segment(info.text) else for_graphs)]
-    if prefixes is not None:
-        return [info for info in found if any(info.digest.startswith(prefix) for prefix in prefixes)]
-    return [info for info in found if not is_segment(info.text) or is_of_here(info.text)]
 
 
 def _marks_of(store: Store) -> Path:
