@@ -44,10 +44,10 @@ class Collector:
     def get(self, key: str) -> None:
         """As a cache: nothing is known."""
 
-    def submit(self, spec: SegmentSpec, snapshot: Path, timed: bool) -> int:
+    def submit(self, spec: SegmentSpec, snapshot: Path, timed: bool, note: str) -> int:
         return self._keep(artifact_key(spec), dumps(spec), [snapshot])
 
-    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool) -> int:
+    def submit_symbolic(self, spec: SymbolicSpec, snapshots: Sequence[Path], timed: bool, note: str) -> int:
         return self._keep(artifact_key(spec), f"[{','.join(dumps(one) for one in spec.observed)}]", snapshots)
 
     def poll(self) -> list[Finished]:
