@@ -38,7 +38,9 @@ GATE = "_coexec_gate"
 """Where a gate is found: on its function."""
 
 SETTLED_CALLS = 8  # through Dynamo without any choosing, before the trial; libraries time their own first calls
-LEAD_IN_S = 0.003  # uncounted at the begin of a turn, one call at least: the other side's threads may still spin
+LEAD_IN_S = 0.015
+"""Uncounted at the begin of a turn, one call at least: the other side's threads may still spin. GNU OpenMP's do for 8
+to 10 ms after their last work (seen on 2 cores), and take a core from OpenVINO's or ONNX Runtime's."""
 COUNTED_S = 0.004
 COUNTED_CALLS = 2  # at least, and COUNTED_S
 ROUNDS = 9
