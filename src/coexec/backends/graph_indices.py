@@ -93,8 +93,8 @@ def _outside(wanted: Ranges, values: Sequence[Any], inputs: Sequence[Any], name:
         if isinstance(value, torch.Tensor):
             if value.numel() == 0:
                 continue
-            least, most = torch.aminmax(value)
-            low, high = int(least.item()), int(most.item())
+            ends = torch.aminmax(value)
+            low, high = int(ends.min.item()), int(ends.max.item())
         else:
             low = high = value
         for one in ranges:
