@@ -150,7 +150,7 @@ def test_every_lowering_file_exists_and_counts() -> None:
     # What is left out decides whether an artifact is used, not what it computes: indices are looked at before the
     # artifact runs, and a variant's settings are in its decision.
     assert missing == {
-        "__init__.py", "cache.py", "graph_indices.py", "index_ranges.py", "index_sources.py", "key.py", "leftovers.py",
-        "reference.py", "segment_program.py", "snapshot.py", "spec.py", "variants.py", "verify.py", "worker.py",
-        "worker_main.py",
+        "__init__.py", "cache.py", "graph_indices.py", "index_part.py", "index_ranges.py", "index_sources.py", "key.py",
+        "leftovers.py", "reference.py", "segment_program.py", "snapshot.py", "spec.py", "variants.py", "verify.py",
+        "worker.py", "worker_main.py",
     }  # fmt: skip

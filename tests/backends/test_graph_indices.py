@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import profile
 
 from coexec.backends.candidates import registry
 from coexec.backends.candidates.candidate import CandidateError
@@ -103,18 +104,67 @@ def test_an_index_that_cannot_be_out_of_range_asks_for_nothing(name: str) -> Non
     assert graph_indices(traced(ALWAYS_GOOD[name], SCORES)) == GraphIndices()
 
 
+MAPPING, OFFSETS = torch.tensor([0, 3, 6, 1]), torch.tensor([0, 2, 4])
+
+COMPUTED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "doubled": lambda i, o: TABLE[i * 2],
+    "offset by a buffer": lambda i, o: F.embedding(i + o, TABLE),
+    "offset by columns": lambda i, o: F.embedding_bag(i[None] + o, TABLE),
+    "masks counted": lambda i, o: F.embedding((i.cumsum(0) * i - 1).long() + 2, TABLE),
+    "times a mask": lambda i, o: TABLE[(i > 1).int().long() * i],
+    "a sum": lambda i, o: TABLE[i + i],
+    "negated": lambda i, o: TABLE[-i],
+    "only where a mask says so": lambda i, o: TABLE[torch.ones_like(i).repeat(3).cumsum(0) * (i[0] > 9).long()],
+    "constants out of range": lambda i, o: TABLE[torch.arange(8) * i.sum().clamp(0, 1)],
+    "by an index that is computed": lambda i, o: TABLE[MAPPING[i * 2] * i],
+    "pieces": lambda i, o: TABLE[(i * o).split(1)[1]],
+    "two from one": lambda i, o: TABLE[i * 2] + SCORES[(i * 2)[:1] - 1].sum(),
+    "class to be ignored": lambda i, o: F.nll_loss(SCORES, torch.where(i > 100, 2, i * o), ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_an_index_that_is_computed_from_integers_is_computed_before_a_call(name: str) -> None:
+    function = COMPUTED[name]
+    found = graph_indices(traced(function, torch.tensor([1, 1, 1]), OFFSETS))
+    assert found.unknown == ()
+    assert found.part is not None
+    outcomes = set()
+    for value in (*PROBES, 2, -2, -3):
+        for given in (torch.tensor([value, 1, 0]), torch.tensor([1, value, 1]), torch.full((3,), value)):
+            outcomes.add(raises(function, given, OFFSETS))
+            problem = found.outside((given, OFFSETS))
+            assert (problem is not None) == raises(function, given, OFFSETS), (given, problem)
+    assert outcomes == {True, False}, "the probes tell nothing"
+
+
+def test_what_indices_share_is_computed_once_and_what_they_do_not_need_is_not() -> None:
+    def function(floats: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        doubled = i * 2
+        return TABLE[doubled] * floats[:, None] + TABLE[doubled - 1]
+
+    floats, good = torch.randn(3), torch.tensor([1, 2, 1])
+    found = graph_indices(traced(function, floats, good))
+    assert found.part is not None
+    assert found.part.inputs == (1,)
+    with profile() as seen:
+        assert found.outside((floats, good)) is None
+    called = [event.name for event in seen.events()]
+    assert (called.count("aten::mul"), called.count("aten::aminmax")) == (1, 2)
+    problem = found.outside((floats, torch.tensor([3, 4, 3])))
+    assert problem == "computed index 0 holds 6 to 8, and must be in [-7, 7)"
+
+
 UNKNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "computed": lambda i: TABLE[i * 2],
     "from floats": lambda i: F.embedding((i / 2).long(), TABLE),
-    "a sum": lambda i: TABLE[i + i],
-    "negated": lambda i: TABLE[-i],
-    "counted up": lambda i: TABLE[i.cumsum(0)],
-    "counted up too far": lambda i: TABLE[torch.ones_like(i).repeat(3).cumsum(0) * (i[0] > 9).long()],
+    "from floats, and computed": lambda i: F.embedding((i / 2).long() * i, TABLE),
     "drawn": lambda i: TABLE[torch.randint(0, 4, (3,))],
     "computed from no input, out of range": lambda i: TABLE[(torch.arange(9).float() * 1.5).long()[:8]] * i[0],
     "cut to fewer bits": lambda i: TABLE[i.to(torch.int8).long()],
     "a sum of few bits": lambda i: TABLE[(i.to(torch.int8) + 1).long()],
-    "constants out of range": lambda i: TABLE[torch.arange(8) * i.sum().clamp(0, 1)],
+    "a product of fewer bits": lambda i: TABLE[i.int() * 2],
+    "of sizes that depend on data": lambda i: TABLE[i.nonzero()[:, 0] * i[:1]],
+    "too large to compute twice": lambda i: TABLE[(i[0] * 2).expand(1 << 21)][0],
     "memory beside it": lambda i: TABLE[i[1:].as_strided((1,), (1,), 0)],
 }
 
@@ -135,23 +185,35 @@ def test_values_that_are_ignored_may_be_anything() -> None:
     assert found.outside((torch.zeros(0, dtype=torch.int64), TABLE)) is None
 
 
-def test_sizes_of_a_dynamic_graph_are_taken_from_its_inputs() -> None:
+DYNAMIC: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, int, int, bool], ...]]] = {
+    "given": (
+        lambda rows, ids, places: rows[ids] + places[torch.arange(ids.shape[0])],
+        ((5, 4, 4, True), (9, 4, 8, True), (9, 4, 9, False), (9, 2, 1, False)),
+    ),
+    "computed": (
+        lambda rows, ids, places: rows[ids * 2] + places[torch.arange(ids.shape[0]) + ids[1] * ids.shape[0] // 3],
+        ((5, 4, 2, True), (9, 4, 4, True), (9, 4, 5, False), (9, 3, 4, False), (6, 5, 3, False)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_sizes_of_a_dynamic_graph_are_taken_from_its_inputs(name: str) -> None:
+    function, cases = DYNAMIC[name]
     problems: list[str | None] = []
 
     def looking(module: GraphModule, _inputs: Any) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             found = graph_indices(module)
             assert found.unknown == ()
+            assert (found.part is not None) == (name == "computed")
             problems.append(found.outside(inputs))
             return module.forward(*inputs)
 
         return run
 
-    @torch.compile(backend=aot_autograd(fw_compiler=looking), dynamic=True)
-    def picked(rows: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return rows[ids] + places[torch.arange(ids.shape[0])]
-
-    for count, places, index, good in ((5, 4, 4, True), (9, 4, 8, True), (9, 4, 9, False), (9, 2, 1, False)):
+    picked = torch.compile(function, backend=aot_autograd(fw_compiler=looking), dynamic=True)
+    for count, places, index, good in cases:
         ids = torch.tensor([0, 1, index])
         if good:
             picked(torch.randn(count, 2), ids, torch.randn(places, 2))

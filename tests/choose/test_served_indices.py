@@ -41,6 +41,24 @@ class Doubled(Words):
         return self.table(ids * 2) * 2.0
 
 
+class Halved(Words):
+    """The index is computed through floats."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.table((ids / 2).long()) * 2.0
+
+
+class Fields(Words):
+    """One table for all fields, each with its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offsets", torch.arange(3) * (ROWS // 3))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.table(ids + self.offsets) * 2.0
+
+
 @pytest.fixture(autouse=True)
 def without_grad() -> Any:
     with torch.no_grad():
@@ -94,14 +112,40 @@ def test_what_runs_torchs_kernels_raises_by_itself(store: Store, name: str, kind
     assert choose.counters().keys() <= {f"serve.{name}", "eager.fastest"}
 
 
-def test_a_candidate_that_may_not_raise_never_gets_a_graph_that_computes_an_index(store: Store, tmp_path: Path) -> None:
-    module = Doubled()
-    tuned(store, "planted-wraps", module, IDS // 2)
+@pytest.mark.parametrize("kind", [Doubled, Fields])
+@pytest.mark.parametrize("candidate", ["planted-wraps", pytest.param("openvino", marks=pytest.mark.compile)])
+def test_an_index_that_the_graph_computes_is_computed_before_the_call(
+    store: Store, tmp_path: Path, candidate: str, kind: type[Words]
+) -> None:
+    if not registry.get(candidate).availability().usable:
+        pytest.skip(f"{candidate} is not installed")
+    module, good = kind(), IDS % 8
+    tuned(store, candidate, module, good)
     run = compiled(module)
-    assert torch.equal(run(IDS // 2), module(IDS // 2))
+    assert torch.allclose(run(good), module(good))
+    for value in BAD:
+        raises_as_eager(run, module, value)
+    assert torch.allclose(run(good + 1), module(good + 1))
+    assert choose.counters() == {f"serve.{candidate}": 1, OUTSIDE: len(BAD)}
+    assert "computed index 0 holds" in choose.explain()
+    path = store.program(store.subgraphs()[0].digest)
+    assert path is not None
+    subject = GraphSubject(load_program(path))  # the tuner tries it too
+    metadata = subject.build(candidate, tmp_path, torch.get_num_threads(), 60.0)
+    subject.load(candidate, tmp_path, metadata, torch.get_num_threads())
+    subject.call()
+
+
+def test_a_candidate_that_may_not_raise_never_gets_an_index_that_is_computed_through_floats(
+    store: Store, tmp_path: Path
+) -> None:
+    module = Halved()
+    tuned(store, "planted-wraps", module, IDS)
+    run = compiled(module)
+    assert torch.equal(run(IDS), module(IDS))
     assert choose.counters() == {"eager.index unknown": 1}
     assert "planted-wraps: the graph itself computes an index (embedding)" in choose.explain()
-    raises_as_eager(run, module, ROWS // 2)
+    raises_as_eager(run, module, ROWS * 2)
     path = store.program(store.subgraphs()[0].digest)
     assert path is not None
     with pytest.raises(CandidateError, match="computes an index"):  # nor does the tuner try it

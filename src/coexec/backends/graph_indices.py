@@ -8,7 +8,7 @@ serves such code looks first. Co-execution does the same for its segments: `inde
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from coexec.backends.candidates.candidate import Candidate, CandidateError, raises_on_indices
+from coexec.backends.index_part import IndexPart, PartBuilder
 from coexec.backends.index_ranges import indices, takes_indices
 from coexec.backends.index_sources import IndexSources, Source, arguments_of
 from coexec.backends.spec import Arg, Const, Op, TensorArg, TensorListArg, Undefined, Value
@@ -50,12 +51,18 @@ class InputRange:
         return rest is not None and (rest.numel() == 0 or (least <= int(rest.min()) and int(rest.max()) < limit))
 
 
+Ranges = tuple[tuple[int | None, tuple[InputRange, ...]], ...]
+"""Those that each tensor or number must keep, by its position; None: sizes alone decide."""
+
+
 @dataclass(frozen=True, slots=True)
 class GraphIndices:
-    """The ranges that inputs must keep, by the input, and the ops with an index that nobody knows before they run."""
+    """The ranges that inputs must keep, and what is computed of them, and the ops with an index that nobody knows."""
 
-    ranges: tuple[tuple[int | None, tuple[InputRange, ...]], ...] = ()  # None: sizes alone decide
+    ranges: Ranges = ()
     unknown: tuple[str, ...] = ()
+    part: IndexPart | None = None  # computes, before a call, the indices of which no more is known
+    computed: Ranges = ()  # of its results
 
     def needed_by(self, candidate: Candidate) -> GraphIndices:
         """What to look at before each call of the candidate. Errors: CandidateError where that is not known."""
@@ -68,48 +75,68 @@ class GraphIndices:
         return self
 
     def outside(self, inputs: Sequence[Any]) -> str | None:
-        """The first input with an index that is out of range, in words; None if all are as they must be. A few us."""
-        for position, ranges in self.ranges:
-            value = 0 if position is None else inputs[position]
-            if isinstance(value, torch.Tensor):
-                if value.numel() == 0:
-                    continue
-                least, most = torch.aminmax(value)
-                low, high = int(least.item()), int(most.item())
-            else:
-                low = high = value
-            for wanted in ranges:
-                if not wanted.holds_at(low, high, value, inputs):
-                    return _in_words(position, (low, high), wanted.bounds(inputs))
-        return None
+        """The first index that is out of range, in words; None if all are as they must be. A few us."""
+        problem = _outside(self.ranges, inputs, inputs, "input {}")
+        if problem is not None or self.part is None:
+            return problem
+        try:
+            computed = self.part(inputs)
+        except Exception as error:  # eager runs, and says it in its own words
+            return f"an index cannot be computed: {error!r:.200}"
+        return _outside(self.computed, computed, inputs, "computed index {}")
 
 
-def _in_words(position: int | None, found: tuple[int, int], bounds: tuple[int, int]) -> str:
-    what = "a size" if position is None else f"input {position}"
-    return f"{what} holds {found[0]} to {found[1]}, and must be in [{bounds[0]}, {bounds[1]})"
+def _outside(wanted: Ranges, values: Sequence[Any], inputs: Sequence[Any], name: str) -> str | None:
+    """The first of the values that does not keep its range, in words."""
+    for position, ranges in wanted:
+        value = 0 if position is None else values[position]
+        if isinstance(value, torch.Tensor):
+            if value.numel() == 0:
+                continue
+            ends = torch.aminmax(value)
+            low, high = int(ends.min.item()), int(ends.max.item())
+        else:
+            low = high = value
+        for one in ranges:
+            if not one.holds_at(low, high, value, inputs):
+                least, limit = one.bounds(inputs)
+                what = "a size" if position is None else name.format(position)
+                return f"{what} holds {low} to {high}, and must be in [{least}, {limit})"
+    return None
 
 
 def graph_indices(module: GraphModule) -> GraphIndices:
     """The indices of a functional graph, of which the nodes have `meta["val"]`, as after tracing."""
     sources, unknown = IndexSources(module), dict[str, None]()
-    found: dict[InputRange, None] = {}
+    part = PartBuilder(module, sources.tensors)
+    given, computed = dict[InputRange, None](), dict[InputRange, None]()
     for node, index, size, from_end, ignored in _indexings(module, sources.tensors):
-        wanted = None if index is None else _ranges(sources, index, size, from_end, ignored)
-        if wanted is None:
-            unknown[str(node.target).removeprefix("aten.").partition(".")[0]] = None
-        found |= dict.fromkeys(wanted or ())
-    by_input = sorted(found, key=lambda r: -1 if r.source.input is None else r.source.input)
-    groups = itertools.groupby(by_input, key=lambda r: r.source.input)
-    return GraphIndices(tuple((position, tuple(ranges)) for position, ranges in groups), tuple(unknown))
+        limit = None if index is None else sources.number(size)
+        if index is None or limit is None:
+            unknown[_name(node)] = None
+        elif (wanted := _ranges(sources, index, limit, from_end, ignored)) is not None:
+            given |= dict.fromkeys(wanted)
+        elif (position := part.add(index)) is not None:
+            computed[InputRange(Source(position, 0, 0), limit, from_end, ignored)] = None
+        else:
+            unknown[_name(node)] = None
+    return GraphIndices(_by_position(given), tuple(unknown), part.build(), _by_position(computed))
+
+
+def _name(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+def _by_position(ranges: Iterable[InputRange]) -> Ranges:
+    ordered = sorted(ranges, key=lambda r: -1 if r.source.input is None else r.source.input)
+    groups = itertools.groupby(ordered, key=lambda r: r.source.input)
+    return tuple((position, tuple(found)) for position, found in groups)
 
 
 def _ranges(
-    sources: IndexSources, index: Node, size: Any, from_end: bool, ignored: int | None
+    sources: IndexSources, index: Node, limit: Source, from_end: bool, ignored: int | None
 ) -> list[InputRange] | None:
     """What one index asks of the inputs; None if that is unknown, or if it is out of range whatever they are."""
-    limit = sources.number(size)
-    if limit is None:
-        return None
     for known in (sources.of, sources.computed):  # the first is cheap, the second sees what a mask keeps out
         elements = known(index)
         wanted = [InputRange(source, limit, from_end, ignored) for source in elements or ()]

@@ -2,7 +2,7 @@
 
 Each is an element of an input plus a constant, or a number between two bounds: those that stand in the graph, or those
 of a tensor that depends on no input, which is computed here. Of a tensor that is computed from inputs in another way
-nothing is known.
+nothing is known: `index_part.py` may compute it before a call.
 """
 
 from __future__ import annotations
