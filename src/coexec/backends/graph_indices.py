@@ -22,6 +22,8 @@ from coexec.backends.index_ranges import indices, takes_indices
 from coexec.backends.index_sources import IndexSources, Source, arguments_of
 from coexec.backends.spec import Arg, Const, Op, TensorArg, TensorListArg, Undefined, Value
 
+FEW = 16  # elements
+
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
@@ -93,8 +95,7 @@ def _outside(wanted: Ranges, values: Sequence[Any], inputs: Sequence[Any], name:
         if isinstance(value, torch.Tensor):
             if value.numel() == 0:
                 continue
-            ends = torch.aminmax(value)
-            low, high = int(ends.min.item()), int(ends.max.item())
+            low, high = _ends(value)
         else:
             low = high = value
         for one in ranges:
@@ -103,6 +104,15 @@ def _outside(wanted: Ranges, values: Sequence[Any], inputs: Sequence[Any], name:
                 what = "a size" if position is None else name.format(position)
                 return f"{what} holds {low} to {high}, and must be in [{least}, {limit})"
     return None
+
+
+def _ends(value: torch.Tensor) -> tuple[int, int]:
+    """The least and the greatest element. Of a few, Python finds them in half the time."""
+    if value.numel() <= FEW:
+        elements = value.flatten().tolist()
+        return int(min(elements)), int(max(elements))
+    ends = torch.aminmax(value)
+    return int(ends.min.item()), int(ends.max.item())
 
 
 def graph_indices(module: GraphModule) -> GraphIndices:
