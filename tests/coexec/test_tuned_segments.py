@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,9 @@ def _end_worker() -> None:
 def explained_by_a_new_process() -> tuple[str, dict[str, int]]:
     """What explain() says of a step that has settled, and what its cache counted: both anew, as in a new process."""
     _end_worker()
+    for thread in threading.enumerate():  # a process that is gone writes nothing any more
+        if thread.name in ("coexec-publish", "coexec-note-runs"):
+            thread.join(30)
     cache = choose.segment_cache()
     segments._worker = CompileWorker(cache)
     step = coexec.compile(climbing_back)
