@@ -45,6 +45,16 @@ def test_programs_pass_the_check(name: str, mode: Mode, compiled: Compile) -> No
     assert places == sorted(places)
 
 
+def test_a_library_from_elsewhere_is_checked_where_nothing_was_compiled(compiled: Compile) -> None:
+    """An imported one, or the tuner's: it was refused, because the op that it publishes with was not there yet."""
+    recording = PROGRAMS["mlp_adamw"](mode="commit")
+    library = compiled(recording.spec).library
+    publish.unregister_publish()
+    report = verify(recording.spec, library, recording.fresh_inputs(), recording.rng_before, timed=False)
+    assert recording.spec.publishes
+    assert report.problems == []
+
+
 @pytest.mark.parametrize("name", ["mlp_adamw", "transformer_adamw"])
 def test_the_loss_is_published_before_the_backward_pass(name: str, compiled: Compile) -> None:
     """Without an order, Inductor puts the call behind everything."""
