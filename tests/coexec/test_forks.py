@@ -73,9 +73,12 @@ def test_a_child_of_a_child() -> None:
     assert in_child(lambda: call(5) > 0 and in_child(lambda: call(6) > 0) == 0 and call(6) > 0) == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_thread_forks_while_the_step_runs(overlap: bool) -> None:
     """As a prefetching thread does that starts workers. The child may read the model, and run other steps.
+
+    With `overlap=True` a child seldom ends by a signal, or waits for ever, on a loaded machine: the README's limits say
+    so, and the quick tests leave it out.
 
     It must not train that model: autograd's nodes have locks of their own, which the other thread may hold, also in
     eager (a child was seen to wait in AccumulateGrad).
