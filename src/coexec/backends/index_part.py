@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from coexec.backends.candidates.program import made_from
 from coexec.backends.index_sources import INTEGERS, MOST_ELEMENTS, WIDE
 
 NOT_ALONE = frozenset(
@@ -56,7 +57,7 @@ class PartBuilder:
         if not self._indices:
             return None
         graph, copies, positions = Graph(), dict[Node, Node](), list[int]()
-        wanted = _made_from(self._indices)
+        wanted = made_from(self._indices)
         placeholders = self._module.graph.find_nodes(op="placeholder")
         for node in self._module.graph.nodes:
             if node in wanted:
@@ -100,17 +101,6 @@ class PartBuilder:
         given = {self._tensors[v].dtype for v in node.all_input_nodes if v in self._tensors}
         cut = value.dtype == torch.int32 and torch.int64 in given
         return value.dtype in (*WIDE, torch.bool) and not cut
-
-
-def _made_from(nodes: Iterable[Node]) -> set[Node]:
-    """These nodes, and all that they are made from."""
-    found, waiting = set[Node](), list(nodes)
-    while waiting:
-        current = waiting.pop()
-        if current not in found:
-            found.add(current)
-            waiting += current.all_input_nodes
-    return found
 
 
 def _is_size(value: Any) -> bool:

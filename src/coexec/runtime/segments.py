@@ -10,13 +10,11 @@ Everything happens between two iterations of the user's loop and takes a moment;
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +36,11 @@ from coexec.intercept.native import native_if_ready
 from coexec.plan.cases import Plan, assign_cases
 from coexec.plan.segments import Segment, cut_segments
 from coexec.runtime.benefit import quartile
+from coexec.runtime.capturing import Capturing
+from coexec.runtime.description import Description
 from coexec.runtime.dynamic_segment import unify_segments
 from coexec.runtime.spec_builder import (
     BuiltSegment,
-    DescribedOp,
     NotDescribableError,
     build_segment,
     capture_plan,
@@ -83,33 +82,6 @@ def compile_worker() -> CompileWorker:
     return _worker
 
 
-@dataclass(slots=True)
-class _Capturing:
-    """The live inputs of one version, while they are being captured."""
-
-    segment: ManagedSegment
-    version: Version
-    path: Path
-    done: list[tuple[BuiltSegment, int, Path]] = field(default_factory=list)  # of a version for many sizes: the first
-    tries: int = 0
-
-
-def _built(capturing: _Capturing) -> list[BuiltSegment]:
-    return [built for built, _, _ in capturing.done]
-
-
-def _are_passes(passes: Sequence[BuiltSegment]) -> bool:
-    """Whether one version for many sizes can be made from these and the last of them: a size of one is never one."""
-    *others, last = passes
-    try:
-        for other in others:
-            if artifact_key(other.spec) != artifact_key(last.spec):
-                unify_segments([other, last])
-    except NotExpressibleError:
-        return False
-    return True
-
-
 class SegmentManager:
     """Keeps the plan of one step and adopts compiled artifacts."""
 
@@ -122,7 +94,7 @@ class SegmentManager:
         self._stable = 0
         self._stale = True
         self._described = False
-        self._capturing: _Capturing | None = None
+        self._capturing: Capturing | None = None
         self._last_poll_s = 0.0
         self._active = False  # some segment is on its way
         self._iterations = 0
@@ -209,7 +181,7 @@ class SegmentManager:
         native.install_segments([(segment.native, segment.loaded(prefer)) for segment in self.segments])
 
     def _advance(self, native: Any, graph: TraceGraph) -> None:
-        described = _Description(native) if self._described else None
+        described = Description(native) if self._described else None
         self._described = False
         if described is not None:
             self._describe(described, graph)
@@ -256,7 +228,7 @@ class SegmentManager:
         new = self._wants_many_sizes(segment) and signature not in segment.described
         return new or signature in self._missing(segment)
 
-    def _describe(self, described: _Description, graph: TraceGraph) -> None:
+    def _describe(self, described: Description, graph: TraceGraph) -> None:
         """Builds what the latest iteration shows of segments that want it."""
         for segment in self.segments:
             if not self._wants_description(segment) or not described.covers(segment):
@@ -272,7 +244,7 @@ class SegmentManager:
             self._look_for_many_sizes(segment, signature, built, described)
         self._reinstall(described.native)
 
-    def _build(self, segment: ManagedSegment, described: _Description, graph: TraceGraph) -> BuiltSegment | None:
+    def _build(self, segment: ManagedSegment, described: Description, graph: TraceGraph) -> BuiltSegment | None:
         if not described.ops:  # it fell back: what is known is of a later one
             return None
         nodes = [graph.nodes[node] for node in segment.nodes]
@@ -291,7 +263,7 @@ class SegmentManager:
             return None
 
     def _look_for_many_sizes(
-        self, segment: ManagedSegment, signature: int, built: BuiltSegment, described: _Description
+        self, segment: ManagedSegment, signature: int, built: BuiltSegment, described: Description
     ) -> None:
         """With each new set of shapes: do two of them differ in sizes only?"""
         others = list(segment.described.values())
@@ -343,7 +315,7 @@ class SegmentManager:
         except CacheFolderError as error:
             self._stay(segment, version, f"no cache folder: {error}")
             return
-        self._capturing = _Capturing(segment, version, folder)
+        self._capturing = Capturing(segment, version, folder)
         self._capture_next(native, folder)
 
     def _awaits_capture(self, segment: ManagedSegment, version: Version) -> bool:
@@ -366,7 +338,7 @@ class SegmentManager:
             capture_plan(version.built, any_size=version.symbolic is not None),
         )  # fmt: skip
 
-    def _finish_capture(self, native: Any, described: _Description | None, graph: TraceGraph) -> None:
+    def _finish_capture(self, native: Any, described: Description | None, graph: TraceGraph) -> None:
         capturing, capture = self._capturing, native.capture
         if capturing is None or capture is None:
             return
@@ -379,7 +351,7 @@ class SegmentManager:
             known = {signature for _, signature, _ in capturing.done}
             fresh = described is not None and described.covers(segment) and segment.native.last_signature not in known
             again = self._build(segment, described, graph) if fresh and described is not None else None
-            complete, built = again is not None and _are_passes([built, *_built(capturing), again]), again or built
+            complete, built = again is not None and capturing.takes(again), again or built
         if complete:
             complete = self._keep_capture(capturing, capture, built)
         if complete and version.symbolic is not None and len(capturing.done) < 2:
@@ -389,7 +361,7 @@ class SegmentManager:
         else:
             self._capture_again(native, touched)
 
-    def _keep_capture(self, capturing: _Capturing, capture: Any, built: BuiltSegment) -> bool:
+    def _keep_capture(self, capturing: Capturing, capture: Any, built: BuiltSegment) -> bool:
         generator = (capture.generator_start, capture.generator_nbytes) if built.spec.random else None
         try:
             index = snapshot_index(built, capture.pieces, generator)
@@ -412,7 +384,7 @@ class SegmentManager:
             delete_snapshot(capturing.path)
             self._capture_next(native, capturing.path.parent)
 
-    def _submit(self, native: Any, described: _Description | None) -> None:
+    def _submit(self, native: Any, described: Description | None) -> None:
         capturing = self._capturing
         assert capturing is not None
         segment, version, paths = capturing.segment, capturing.version, [path for _, _, path in capturing.done]
@@ -420,7 +392,7 @@ class SegmentManager:
         if version.symbolic is None:
             version.job = compile_worker().submit(version.spec, paths[0], timed=False, note=self.where)
         else:
-            passes = _built(capturing)
+            passes = capturing.passes()
             try:
                 version.symbolic, patterns = unify_segments(passes)
             except NotExpressibleError as error:
@@ -549,35 +521,6 @@ class SegmentManager:
     def compiling(self) -> bool:
         """Whether the compile worker still has a segment of this step."""
         return any(v.state is State.COMPILING for s in self.segments for v in s.versions)
-
-
-class _Description:
-    """What the latest iteration did, as the native core described it."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-        self.path = tuple(native.path)
-        self._index = {node: index for index, node in enumerate(self.path)}
-
-    @functools.cached_property
-    def ops(self) -> list[DescribedOp]:
-        """Every op of it. Only where a segment is built: a large step has thousands."""
-        return [DescribedOp(*entry) for entry in self.native.description()]
-
-    @functools.cached_property
-    def externals(self) -> Any:
-        """Memory from outside that it used."""
-        return self.native.externals()
-
-    @functools.cached_property
-    def survivors(self) -> Any:
-        """Values that Python was seen to hold beyond their segment."""
-        return self.native.survivors()
-
-    def covers(self, segment: ManagedSegment) -> bool:
-        """Whether the iteration went through the whole segment, without a way round that is in no plan."""
-        first = self._index.get(segment.nodes[0], len(self.path))
-        return self.path[first : first + len(segment.nodes)] == segment.nodes
 
 
 def _note_runs(version: Version) -> None:

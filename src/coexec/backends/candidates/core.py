@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from coexec.backends.candidates.program import Program, ProgramError
+from coexec.backends.candidates.program import Program, ProgramError, made_from
 
 Tensors = Sequence[torch.Tensor]
 Call = Callable[[list[torch.Tensor]], Tensors]
@@ -214,7 +214,7 @@ class _Split:
         for index, node in enumerate(self.results):
             env[node] = self._unpermuted(graph, graph.placeholder(f"out{index}"), node)
         wanted = [v for v in self.program.outputs() if isinstance(v, Node)]
-        needed = self._ancestors_in_frame(wanted)
+        needed = made_from([node for node in wanted if node in self.light])
         for node in self.program.module.graph.nodes:
             if node in needed and node not in env:
                 env[node] = graph.node_copy(node, lambda n: env[n])
@@ -227,16 +227,6 @@ class _Split:
             return node
         inverse = [order.index(d) for d in range(len(order))]
         return graph.call_function(torch.ops.aten.permute.default, (node, inverse))
-
-    def _ancestors_in_frame(self, wanted: list[Node]) -> set[Node]:
-        needed: set[Node] = set()
-        stack = [n for n in wanted if n in self.light]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += node.all_input_nodes
-        return needed
 
 
 def _has_tensors(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,17 @@ def _bad_nodes(program: Program) -> Iterator[str]:
             yield f"attribute {node.target!r} is no tensor"
     if any(isinstance(value, list | tuple | dict) for value in program.outputs()):
         yield "the output is nested; a program returns a flat tuple"
+
+
+def made_from(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes, and all that they are made from."""
+    found, waiting = set[Node](), list(nodes)
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            waiting += current.all_input_nodes
+    return found
 
 
 def attribute(module: torch.nn.Module, path: Any) -> Any:
