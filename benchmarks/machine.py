@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -22,6 +25,16 @@ def describe_machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
     }
+
+
+def digest_of_code() -> str:
+    """Returns what tells this state of the library and of its benchmarks from another one."""
+    digest = hashlib.sha256()
+    for folder in (Path("src/coexec"), Path("benchmarks")):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def processor_name() -> str:

@@ -23,7 +23,7 @@ from benchmarks.contest.contenders import COEXEC_KEPT, CONTENDERS, DISTURBED, EA
 from benchmarks.contest.converting import WAYS
 from benchmarks.contest.measure import Plan, measure, start
 from benchmarks.contest.page import ratio, write_page
-from benchmarks.machine import describe_machine
+from benchmarks.machine import describe_machine, digest_of_code
 from benchmarks.programs import catalog
 from examples.demo.child import Child, ChildFailed
 
@@ -37,8 +37,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.profile:
         return profile(options.profile, options)
     result = run(options)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
     say(f"wrote {options.out}")
     if options.page:
         write_page(result, options.page)
@@ -80,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-steps", type=int, default=default.warm_steps, help="steps before the first turn")
     parser.add_argument("--settle", type=float, default=default.settle_s, help="seconds for background compilation")
     parser.add_argument("--budget", type=float, help="seconds for all of it: what there is no time for is left out")
+    parser.add_argument("--resume", action="store_true", help="go on with what --out has, if nothing has changed")
     parser.add_argument("--no-convert", action="store_true", help="leave out the conversions")
     parser.add_argument("--tiny", action="store_true", help="the tests' sizes: to try the command, not to measure")
     parser.add_argument("--out", type=Path, default=OUT, help="where the JSON goes")
@@ -90,25 +89,67 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the run's result: environment, plan, and an entry per program."""
+    """Returns the run's result: environment, plan, and an entry per program; each is on disk as soon as it is known."""
     plan = Plan(
         *(options.warm_steps, options.rounds, options.turn_steps, 2 * options.turn_steps),
         *(options.settle, options.tiny, options.budget),
     )
     until_s = time.monotonic() + (options.budget or math.inf)
+    names = options.programs or list(catalog.PROGRAMS)
+    result = begun(options, plan)
+    missing = [name for name in names if name not in result["programs"]]
+    for index, name in enumerate(missing):
+        budget = Budget(max(0.0, until_s - time.monotonic()) / (len(missing) - index))
+        result["programs"][name] = entry_of(name, options, plan, budget)
+        keep(result, options.out)
+        if not options.json:
+            announce(name, result["programs"][name])
+    result["programs"] = {name: result["programs"][name] for name in names}
+    keep(result, options.out)
+    return result
+
+
+def begun(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Returns a result without programs; or, to resume, what the file has of the same plan, machine and code."""
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     result: dict[str, Any] = {
-        "began": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "began": now,
+        "resumed": [],
+        "code": digest_of_code(),
+        "contenders": [*options.contenders],
         "machine": describe_machine(),
         "plan": asdict(plan),
         "programs": {},
     }
-    names = options.programs or catalog.PROGRAMS
-    for index, name in enumerate(names):
-        budget = Budget(max(0.0, until_s - time.monotonic()) / (len(names) - index))
-        result["programs"][name] = entry_of(name, options, plan, budget)
-        if not options.json:
-            announce(name, result["programs"][name])
-    return result
+    if not options.resume or not options.out.exists():
+        return result
+    before: dict[str, Any] = json.loads(options.out.read_text())
+    if changed := what_changed(before, result):
+        say(f"{options.out} is begun anew: {', '.join(changed)} changed since")
+        return result
+    say(f"{options.out} has {', '.join(before['programs'])} already")
+    return before | {"resumed": [*before["resumed"], now]}
+
+
+def what_changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Returns why figures of two runs do not belong on one page; the budget and the load may differ."""
+
+    def compared(result: dict[str, Any]) -> dict[str, Any]:
+        machine = {key: value for key, value in result["machine"].items() if key != "load_average"}
+        plan = {key: value for key, value in result["plan"].items() if key != "budget_s"}
+        kept = {key: result.get(key) for key in ("code", "contenders")}
+        return json.loads(json.dumps(kept | {"machine": machine, "plan": plan}))  # type: ignore[no-any-return]
+
+    old, new = compared(before), compared(now)
+    return [key for key in new if old[key] != new[key]]
+
+
+def keep(result: dict[str, Any], path: Path) -> None:
+    """Writes the result in one move: a run that is interrupted leaves what it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
 
 
 def entry_of(name: str, options: argparse.Namespace, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, Any]:

@@ -61,13 +61,9 @@ class Worker:
         """
         ends_s: list[float] = []
         times_s: list[float] = []
-        if self.ours:
-            deadline_s = time.perf_counter() + limit_s
-            for number in (1, 2):
-                self._run_until_quiet(deadline_s, ends_s, times_s)
-                if number == 1 and time.perf_counter() > deadline_s:
-                    self.step.wait_compiled(limit_s)  # type: ignore[attr-defined]
-                    deadline_s += limit_s
+        if self.ours and not self._quiet_by(time.perf_counter() + limit_s, ends_s, times_s):
+            self.step.wait_compiled(limit_s)  # type: ignore[attr-defined]
+            self._quiet_by(time.perf_counter() + limit_s, ends_s, times_s)
         return {"ends_s": ends_s, "times_s": times_s}
 
     def do_fresh(self) -> dict[str, Any]:
@@ -116,7 +112,8 @@ class Worker:
                 losses.append(float(loss))
         return ends_s, times_s
 
-    def _run_until_quiet(self, deadline_s: float, ends_s: list[float], times_s: list[float]) -> None:
+    def _quiet_by(self, deadline_s: float, ends_s: list[float], times_s: list[float]) -> bool:
+        """Runs steps until nothing has changed for a while; False if the time was over before."""
         last, quiet = self._settings(), 0
         while quiet < QUIET_STEPS and time.perf_counter() < deadline_s:
             for whole, part in zip((ends_s, times_s), self._run(ASK_EVERY), strict=True):
@@ -124,6 +121,7 @@ class Worker:
             now = self._settings()
             quiet = quiet + ASK_EVERY if now == last and self.step.wait_compiled(0.0) else 0  # type: ignore[attr-defined]
             last = now
+        return quiet >= QUIET_STEPS
 
     def _settings(self) -> tuple[Any, ...]:
         stats = self.step.stats()  # type: ignore[attr-defined]

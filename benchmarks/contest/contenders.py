@@ -123,3 +123,6 @@ EAGERS = (
     Contender(DISTURBED, f"from parameters that differ by {DISTURBANCE:g}: how far right runs drift apart", disturbed),
 )
 CONTENDERS = {contender.name: contender for contender in (*EAGERS, *TORCH_COMPILE, *OURS)}
+
+FIRST = (EAGER_AGAIN, COEXEC, "compile", "compile optimizer", COEXEC_KEPT, COEXEC_LAZY, COEXEC_REPLAY)
+"""Those that matter most, in this order: with a budget, the others may find no time left."""

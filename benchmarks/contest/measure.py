@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contest.budget import STARTS, UNLIMITED, Budget
-from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER, EAGER_AGAIN, OURS
+from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER, FIRST
 from benchmarks.paired import Paired
 from examples.demo.child import REQUEST_TIMEOUT_S, Child, ChildFailed
 
@@ -90,9 +90,12 @@ def open_children(
 
 def by_importance(names: list[str]) -> list[str]:
     """Returns the contenders in the order in which they start."""
-    ours = [contender.name for contender in OURS]
-    first = [EAGER, DISTURBED, *(name for name in (EAGER_AGAIN, *ours) if name in names)]
-    return [*first, *(name for name in names if name not in first)]
+    return [
+        EAGER,
+        DISTURBED,
+        *(name for name in FIRST if name in names),
+        *(name for name in names if name not in FIRST),
+    ]
 
 
 def start(program: str, name: str, plan: Plan) -> Child:

@@ -95,8 +95,13 @@ def environment(result: dict[str, Any]) -> str:
         f"{machine['torch']}, Python {machine['python']}, {machine['torch_threads']} threads; load when it began: "
         f"{machine['load_average'][0]}. {plan['warm_steps']} steps of warm-up, then {plan['rounds']} rounds by turns "
         f"of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn."
-        f"{limited(plan)}{sized}"
+        f"{in_parts(result)}{limited(plan)}{sized}"
     )
+
+
+def in_parts(result: dict[str, Any]) -> str:
+    """Returns when the run was resumed, in words."""
+    return f" Resumed at {', '.join(result['resumed'])}, with the same code." if result.get("resumed") else ""
 
 
 def limited(plan: dict[str, Any]) -> str:

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import benchmarks.contest.__main__ as contest
 from benchmarks.contest import timeline
 from benchmarks.contest.__main__ import main
 from benchmarks.contest.budget import FEWEST_ROUNDS, STARTS, UNLIMITED, Budget
-from benchmarks.contest.child import parameters_of, waits_by_reason
+from benchmarks.contest.child import ASK_EVERY, QUIET_STEPS, Worker, parameters_of, waits_by_reason
 from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER
 from benchmarks.contest.converting import difference, exported, frozen, reason, scripted, traced, train, verdict
 from benchmarks.contest.measure import by_importance, distance, first_fast_s, per_step
@@ -204,8 +205,52 @@ def test_a_budget_is_shared_out_and_never_cuts_the_fewest_rounds() -> None:
 
 
 def test_the_contenders_that_matter_most_start_first() -> None:
-    order = by_importance(["compile", "compile dynamic", "coexec replay", "coexec"])
-    assert order == [EAGER, DISTURBED, "coexec", "coexec replay", "compile", "compile dynamic"]
+    order = by_importance(["compile dynamic", "compile", "coexec replay", "coexec", "eager again"])
+    assert order == [EAGER, DISTURBED, "eager again", "coexec", "compile", "coexec replay", "compile dynamic"]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def entry_of(name: str, *_: Any) -> dict[str, Any]:
+        asked.append(name)
+        if asked == ["dcgan", "gpt2"]:
+            raise KeyboardInterrupt
+        return {"failed": f"{name} {len(asked)}"}
+
+    monkeypatch.setattr(contest, "entry_of", entry_of)
+    words = ["dcgan", "gpt2", "moe", "--out", str(tmp_path / "run.json")]
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    main([*words, "--resume", "--budget", "60"])
+    assert asked == ["dcgan", "gpt2", "gpt2", "moe"]
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert [entry["failed"] for entry in result["programs"].values()] == ["dcgan 1", "gpt2 3", "moe 4"]
+    assert len(result["resumed"]) == 1
+    main([*words, "--resume", "--rounds", "3"])
+    assert asked[4:] == ["dcgan", "gpt2", "moe"]
+    assert "run.json is begun anew: plan changed since" in capsys.readouterr().err
+    monkeypatch.setattr(contest, "digest_of_code", lambda: "another")
+    main([*words, "--resume", "--rounds", "3"])
+    assert asked[7:] == ["dcgan", "gpt2", "moe"]
+
+
+def settled(after: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[float]]:
+    """The steps until a contender has settled whose segments change last in step `after`; its waits for compilation."""
+    worker, waits = Worker.__new__(Worker), []
+    worker.ours, ran = True, []
+    monkeypatch.setattr(worker, "_run", lambda steps: (ran.extend([0.0] * steps), ([0.0] * steps, [0.0] * steps))[1])
+    monkeypatch.setattr(worker, "_settings", lambda: min(len(ran), after))
+    worker.step = SimpleNamespace(wait_compiled=lambda limit_s: waits.append(limit_s) or True)
+    assert len(worker.do_settle(limit_s=60.0)["times_s"]) == len(ran)
+    return len(ran), [limit_s for limit_s in waits if limit_s]
+
+
+def test_what_has_settled_is_not_run_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settled(0, monkeypatch) == (QUIET_STEPS, [])
+    assert settled(2 * ASK_EVERY, monkeypatch) == (QUIET_STEPS + 2 * ASK_EVERY, [])
 
 
 def test_a_result_that_is_not_bit_identical_is_called_wrong(tmp_path: Path) -> None:

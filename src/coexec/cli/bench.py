@@ -26,6 +26,7 @@ MODULE = "benchmarks.contest"
 @click.option("--warm-steps", type=click.IntRange(min=1), help="Steps before the first turn; default 100.")
 @click.option("--settle", type=Duration(), help="How long coexec may compile beside its steps; default 5m.")
 @click.option("--budget", type=Duration(), help="For all of it: what there is no time for is left out.")
+@click.option("--resume", is_flag=True, help="Go on with the programs that --out lacks, if nothing has changed since.")
 @click.option("--no-convert", is_flag=True, help="Leave out fullgraph=True, torch.export and TorchScript.")
 @click.option("--tiny", is_flag=True, help="The tests' sizes: to try the command, not to measure.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where the JSON goes.")
@@ -42,6 +43,7 @@ def bench(programs: tuple[str, ...], as_json: bool, **options: object) -> int:
     Examples:
       coexec bench gpt2 bert_qa --page docs/programs.md
       coexec bench --budget 40m --rounds 6
+      coexec bench --resume --out out/programs.json
       coexec bench --profile gpt2
     """
     root = checkout()
