@@ -97,16 +97,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     until_s = time.monotonic() + (options.budget or math.inf)
     names = options.programs or list(catalog.PROGRAMS)
     result = begun(options, plan)
-    missing = [name for name in names if name not in result["programs"]]
-    for index, name in enumerate(missing):
-        budget = Budget(max(0.0, until_s - time.monotonic()) / (len(missing) - index))
-        result["programs"][name] = entry_of(name, options, plan, budget)
+    programs: dict[str, Any] = result["programs"]
+    lacking = [name for name in names if lacks(programs.get(name), options)]
+    for index, name in enumerate(lacking):
+        budget = Budget(max(0.0, until_s - time.monotonic()) / (len(lacking) - index))
+        programs[name] = entry_of(name, options, plan, budget, programs.get(name))
         keep(result, options.out)
         if not options.json:
-            announce(name, result["programs"][name])
-    result["programs"] = {name: result["programs"][name] for name in names}
+            announce(name, programs[name])
+    result["programs"] = {name: programs[name] for name in catalog.PROGRAMS if name in names}
     keep(result, options.out)
     return result
+
+
+def lacks(entry: dict[str, Any] | None, options: argparse.Namespace) -> bool:
+    """Whether something of a program is to be found out: one measured without conversions can have them later."""
+    return entry is None or not (options.no_convert or "conversions" in entry or "missing" in entry)
 
 
 def begun(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
@@ -152,11 +158,19 @@ def keep(result: dict[str, Any], path: Path) -> None:
     part.replace(path)
 
 
-def entry_of(name: str, options: argparse.Namespace, plan: Plan, budget: Budget = UNLIMITED) -> dict[str, Any]:
+def entry_of(
+    name: str,
+    options: argparse.Namespace,
+    plan: Plan,
+    budget: Budget = UNLIMITED,
+    known: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Returns what was found about one program; what is missing or fails says so instead."""
     if problem := catalog.missing(name):
         return {"missing": problem}
     entry: dict[str, Any] = {} if options.no_convert else {"conversions": convert(name, budget)}
+    if known is not None:
+        return known | entry
     try:
         return entry | measure(name, options.contenders, plan, say, budget)
     except ChildFailed as error:

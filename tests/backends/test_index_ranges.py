@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from coexec.backends.index_ranges import IndexRange, index_ranges
+from coexec.backends.fed import NotLowerableError
+from coexec.backends.index_ranges import IndexRange, computed_index, index_ranges
+from coexec.backends.inductor import compile_segment
 from coexec.backends.spec import TensorInput
 from tests.backends.recording import record
 
@@ -81,3 +85,33 @@ def test_backward_of_an_embedding_and_a_loss() -> None:
     found = index_ranges(record(step).spec)
     assert [r for r in found if r.input == found[0].input] == found
     assert set(found) == {IndexRange(found[0].input, 7), IndexRange(found[0].input, 4, ignored=-100)}
+
+
+FOUND_ONLY_IN_THE_RUN = {
+    "pixels", "cast to what may wrap around", "overwritten by a copy of what is computed", "computed", "overwritten",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_a_computed_index_is_named(name: str) -> None:
+    op = computed_index(record(lambda recorder: [CASES[name][0](INTEGERS)]).spec)
+    assert (op is not None) == (name in FOUND_ONLY_IN_THE_RUN)
+
+
+def test_an_index_made_of_constants_is_known_unless_they_are_sizes() -> None:
+    spec = record(lambda recorder: [F.embedding(torch.arange(3) + 1, TABLE)]).spec
+    assert computed_index(spec) is None
+    op = computed_index(spec, any_size=True)
+    assert op is not None
+    assert op.op == "aten::embedding"
+    spec = record(lambda recorder: [F.embedding(torch.arange(3).add_(INTEGERS), TABLE)]).spec
+    assert computed_index(spec) is not None
+
+
+def test_what_writes_in_place_is_not_compiled_with_a_computed_index(tmp_path: Path) -> None:
+    spec = record(lambda recorder: [F.embedding(INTEGERS + 1, TABLE)]).spec
+    with pytest.raises(
+        NotLowerableError, match="aten::embedding cannot be compiled: its index is computed in a segment"
+    ):
+        compile_segment(replace(spec, mode="commit"), tmp_path)

@@ -218,7 +218,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
         asked.append(name)
         if asked == ["dcgan", "gpt2"]:
             raise KeyboardInterrupt
-        return {"failed": f"{name} {len(asked)}"}
+        return {"failed": f"{name} {len(asked)}", "conversions": {}}
 
     monkeypatch.setattr(contest, "entry_of", entry_of)
     words = ["dcgan", "gpt2", "moe", "--out", str(tmp_path / "run.json")]
@@ -235,6 +235,20 @@ def test_an_interrupted_run_goes_on_where_it_was(
     monkeypatch.setattr(contest, "digest_of_code", lambda: "another")
     main([*words, "--resume", "--rounds", "3"])
     assert asked[7:] == ["dcgan", "gpt2", "moe"]
+
+
+def test_conversions_can_be_found_out_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "measure", lambda name, *_: {"failed": f"{name} is measured"})
+    monkeypatch.setattr(contest, "convert", lambda name, budget: {"a way": {"verdict": "yes", "why": ""}})
+    words = ["moe", "dcgan", "--out", str(tmp_path / "run.json"), "--no-convert"]
+    main(words)
+    monkeypatch.setattr(contest, "measure", None)  # not once more
+    main([*words[:-1], "--resume"])
+    programs = json.loads((tmp_path / "run.json").read_text())["programs"]
+    assert list(programs) == ["dcgan", "moe"], "in the catalog's order"
+    for name, entry in programs.items():
+        assert entry["failed"] == f"{name} is measured"
+        assert list(entry["conversions"]) == ["a way"]
 
 
 def settled(after: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[float]]:

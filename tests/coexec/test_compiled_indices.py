@@ -1,15 +1,16 @@
 """An index that is out of range behind compiled code: eager's error, eager's state, and training goes on.
 
-The compiled loop's own check ends the process: its exception cannot leave a parallel region.
+Inductor's own check ends the process: its exception cannot leave a parallel region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.coexec.harness import Program
 from tests.coexec.test_compiled import Pair
@@ -72,3 +73,125 @@ def test_an_index_out_of_range_in_compiled_code(lengths: tuple[int, ...], given_
         labels[777], words[777] = -100, 0  # the label that is ignored is none of the classes, and right
         arguments[pair.iteration] = words, labels
     pair.run(6)
+
+
+def apart(words: Tensor) -> Tensor:
+    """The numbers from 0 on, but for words that are none: these are far from all others."""
+    return torch.arange(LENGTH) + (words - words.clamp(0, WORDS - 1)) * 1000
+
+
+COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "embedding": lambda table, scores, words: F.embedding(words + 1, table),
+    "rows": lambda table, scores, words: table[words - 3],
+    "through floats": lambda table, scores, words: table[(words * 0.5).long()],
+    "columns": lambda table, scores, words: scores.gather(1, (words // 8)[:, None]),
+    "labels": lambda table, scores, words: F.cross_entropy(scores, words // 8),
+    "chosen rows": lambda table, scores, words: table.index_select(0, words + 1),
+    "copied to rows": lambda table, scores, words: torch.zeros_like(scores).index_copy(0, apart(words), scores),
+    "added to rows": lambda table, scores, words: torch.zeros_like(table).index_add(0, words + 1, scores),
+    "put into rows": lambda table, scores, words: table.index_put((words + 1,), scores, accumulate=True),
+    "columns overwritten": lambda table, scores, words: (scores * 2).scatter(1, (words // 8)[:, None], 0.5),
+    "added to columns": lambda table, scores, words: (scores * 2).scatter_add(1, (words // 8)[:, None], scores[:, :1]),
+    "flat": lambda table, scores, words: table.take(words - 3),
+    "bags": lambda table, scores, words: F.embedding_bag((words + 1).view(-1, 4), table),
+    "drawn before": lambda table, scores, words: table[words + 1] * F.dropout(scores, 0.5),
+}
+"""(float32[WORDS + 2, 8], float32[LENGTH, 8], int64[LENGTH] below WORDS) to anything: the step computes indices."""
+
+FROM_THE_END = {"rows", "through floats", "put into rows", "flat", "drawn before"}
+"""Those that take -1 for the last one."""
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_computed_index_out_of_range_in_compiled_code(kind: str) -> None:
+    def make() -> Program:
+        torch.manual_seed(0)
+        table, scores = (nn.Parameter(torch.randn(rows, 8)) for rows in (WORDS + 2, LENGTH))
+        optimizer = torch.optim.SGD([table, scores], lr=0.1)
+
+        def step(words: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (F.hardswish(COMPUTED[kind](table, scores, words).tanh()) + 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Program(step, lambda i: (arguments[i],), lambda: {"table": table, "scores": scores})
+
+    arguments = {i: torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(i)) for i in range(200)}
+    pair = Pair(make)
+    pair.settle()
+    for wrong in (1000, -1000, *(() if kind in FROM_THE_END else (-2,))):
+        before = pair.compiled_runs()
+        pair.run(3)
+        assert pair.compiled_runs() > before, pair.why()
+        words = arguments[pair.iteration].clone()
+        words[777] = wrong
+        texts, streams = [], []
+        for step in (pair.eager.step, pair.step):
+            torch.manual_seed(5)
+            with pytest.raises((IndexError, RuntimeError)) as caught:
+                step(words)
+            texts.append(repr(caught.value))
+            streams.append(torch.get_rng_state())
+        assert texts[0] == texts[1]
+        assert torch.equal(*streams)
+    before = pair.compiled_runs()
+    pair.run(3)
+    assert pair.compiled_runs() > before, pair.why()
+
+
+def test_a_read_before_a_computed_index_out_of_range() -> None:
+    """What was handed to Python before the error is right, and what Python did with it happens once."""
+
+    def make() -> Program:
+        torch.manual_seed(0)
+        table = nn.Parameter(torch.randn(WORDS + 1, 8))
+        optimizer = torch.optim.SGD([table], lr=0.1)
+        norms: list[float] = []
+
+        def step(words: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            norms.append((table.tanh() + 1).square().mean().item())
+            loss = F.hardswish(F.embedding(words + 1, table).tanh()).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Program(step, lambda i: (arguments[i],), lambda: {"table": table, "norms": torch.tensor(norms)})
+
+    arguments = {i: torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(i)) for i in range(200)}
+    pair = Pair(make)
+    pair.settle()
+    arguments[pair.iteration][5] = WORDS + 7
+    for step in (pair.eager.step, pair.step):
+        with pytest.raises(IndexError):
+            step(arguments[pair.iteration])
+    pair.iteration += 1
+    before = pair.compiled_runs()
+    pair.run(3)
+    assert pair.compiled_runs() > before, pair.why()
+
+
+def test_memory_of_the_user_is_not_written_at_an_index_out_of_range() -> None:
+    """The new content is computed aside, and copied when all is well."""
+
+    def make() -> Program:
+        counts = torch.zeros(WORDS + 1, 8)
+        weight = torch.linspace(0, 1, LENGTH * 8).view(LENGTH, 8)
+
+        def step(words: Tensor) -> Tensor:
+            counts.index_add_(0, words + 1, (weight.tanh() + 1).square())
+            return (counts * 2).tanh().square().mean()
+
+        return Program(step, lambda i: (arguments[i],), lambda: {"counts": counts})
+
+    arguments = {i: torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(i)) for i in range(200)}
+    pair = Pair(make)
+    pair.settle()
+    for step in (pair.eager.step, pair.step):
+        with pytest.raises(RuntimeError, match=r"index 10\d\d is out of bounds"):
+            step(arguments[0] + 1000)
+    before = pair.compiled_runs()
+    pair.run(3)
+    assert pair.compiled_runs() > before, pair.why()

@@ -1,8 +1,8 @@
 """Which inputs of a segment are indices, and what they may be; of the graphs of `torch.compile`: `graph_indices.py`.
 
-Eager raises an IndexError for an index that is out of range. A compiled loop checks it too, but in the middle of a
-parallel region, from which no exception can leave: the process would end. So the native core looks at such inputs
-before a run, and replays where one is out of range. Imports no torch.
+Eager raises an IndexError for an index that is out of range. A compiled loop finds it in the middle of its work, when a
+segment that writes in place has written already. So the native core looks at such inputs before a run, and replays
+where one is out of range. Indices that a segment computes are for `index_errors.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from coexec.backends.spec import Arg, Const, Op, SegmentSpec, TensorArg, TensorInput, TensorListArg, Value, used_values
+from coexec.backends.spec import (
+    Arg,
+    Const,
+    Op,
+    SegmentSpec,
+    TensorArg,
+    TensorInput,
+    TensorListArg,
+    Value,
+    fed_inputs,
+    used_values,
+)
 
 SAME_ELEMENTS = frozenset(
     f"aten::{name}"
@@ -22,6 +33,9 @@ SAME_ELEMENTS = frozenset(
     )
 )  # fmt: skip
 """Ops of whose results every element is an element of an argument."""
+
+CREATORS = ("aten::arange", "aten::full", "aten::ones", "aten::scalar_tensor", "aten::zeros")
+"""Beginnings of the names of ops that make a tensor from numbers alone."""
 
 INDEX_DTYPES = ("int64", "int32")
 GIVEN_DTYPES = (*INDEX_DTYPES, "int16", "int8", "uint8", "bool", "float32", "float64")
@@ -76,6 +90,32 @@ def _origins(spec: SegmentSpec) -> dict[int, frozenset[int]]:
             if elements:
                 origins[out.id] = elements
     return origins
+
+
+def computed_index(spec: SegmentSpec, any_size: bool = False) -> Op | None:
+    """The first op with an index that no input and no constant is: nobody knows before the run whether it is in range.
+
+    Args:
+        spec: the segment.
+        any_size: its constants may be sizes, which are others in other runs.
+    """
+    known, values = {*_origins(spec), *(() if any_size else _constants(spec))}, spec.values()
+    return next((op for op in spec.ops if any(found[0] not in known for found in indices(op, values))), None)
+
+
+def _constants(spec: SegmentSpec) -> set[int]:
+    """The values that are made of constants alone."""
+    found: dict[int, int] = {}  # value: its storage
+    for op in spec.ops:
+        used = [value for arg in op.args for value in used_values(arg)]
+        fed = any(fed_inputs(arg) for arg in op.args)
+        constant = not fed and (op.op.startswith(CREATORS) if not used else all(value in found for value in used))
+        for out in op.outs:
+            if out is not None and constant:
+                found[out.id] = out.storage
+            elif out is not None:
+                found = {value: storage for value, storage in found.items() if storage != out.storage}
+    return set(found)
 
 
 def keeps_indices(source: Value, copy: Value) -> bool:

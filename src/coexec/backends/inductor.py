@@ -28,7 +28,10 @@ from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
 from coexec.backends.expressions import NotExpressibleError
+from coexec.backends.fed import NotLowerableError
 from coexec.backends.guards import guards_of, holds
+from coexec.backends.index_errors import raising_indices
+from coexec.backends.index_ranges import computed_index
 from coexec.backends.layout import prefer_channels_last
 from coexec.backends.lower import Symbolic, lower
 from coexec.backends.ops import draws
@@ -112,6 +115,7 @@ def compile_symbolic(spec: SymbolicSpec, folder: Path, settings: Mapping[str, An
 
 def _compile(spec: SegmentSpec, folder: Path, symbolic: Symbolic | None, settings: Mapping[str, Any]) -> Compiled:
     start = time.perf_counter()
+    refuse_what_cannot_be_undone(spec, symbolic is not None)
     register_publish()
     with config.patch({**options(spec, folder), **settings}):
         graph = lower(spec, select_decomp_table(), symbolic)
@@ -121,6 +125,14 @@ def _compile(spec: SegmentSpec, folder: Path, symbolic: Symbolic | None, setting
     places = check_generated_code(code, [p.channel for p in spec.publishes], _adopt_custom_ops(folder, library))
     facts = {"nodes": nodes, "publish_places": places, "code": _digest_of_code(code, folder)}
     return Compiled(library, code, time.perf_counter() - start, facts)
+
+
+def refuse_what_cannot_be_undone(spec: SegmentSpec, any_size: bool) -> None:
+    """Errors: NotLowerableError where the segment could fail in its middle when it has written memory of the user."""
+    if spec.mode == "commit" and (op := computed_index(spec, any_size)):
+        raise NotLowerableError(
+            op.op, "its index is computed in a segment that writes in place, and may be out of range"
+        )
 
 
 def _digest_of_code(code: str, folder: Path) -> str:
@@ -168,5 +180,6 @@ def _compiling(fake_mode: Any) -> Iterator[None]:
         V.set_fake_mode(fake_mode),
         tracing(TracingContext(fake_mode)),
         without_input_checks(),
+        raising_indices(),
     ):
         yield

@@ -115,6 +115,9 @@ SPELLED_OUT = {
 }
 """Ops that are lowered by a rule of ours instead of as they are."""
 
+NONE_BELOW_ZERO = frozenset({"index_add", "index_add_", "index_copy", "index_copy_"})
+"""Ops that eager rejects an index below zero for, and whose decomposition counts it from the end."""
+
 NEEDED_BY_PYTHON = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 """Tags of ops whose result Python waits for."""
 
@@ -147,6 +150,11 @@ def lower(spec: SegmentSpec, decompositions: dict[Any, Any], symbolic: Symbolic 
     return_unused_draws(graph)
     copy_results_from_written_inputs(graph)
     return graph
+
+
+def _too_large_if_below_zero(written: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """The index, out of range at the other end if it was below zero."""
+    return torch.where(index < 0, torch.full_like(index, written.shape[dim] if written.dim() else 1), index)
 
 
 class Symbolic:
@@ -261,6 +269,8 @@ class _Lowering:
             return flatten_results(call_fed(op.op, overload, named, self.functional.__getitem__))
         if draws(op):
             return call_draw(op, overload, named)
+        if overload.base in NONE_BELOW_ZERO:
+            named["index"] = _too_large_if_below_zero(named["self"], named["dim"], named["index"])
         if op.op in SPELLED_OUT:
             return SPELLED_OUT[op.op](named)
         if overload.base.startswith("_foreach_") and self.writes_one_for_another(op):

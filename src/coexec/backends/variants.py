@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from coexec.backends.candidates.candidate import Availability, CandidateError
+from coexec.backends.index_ranges import takes_indices
 from coexec.backends.segment_program import SegmentProgram
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.symbolic import SymbolicSpec
@@ -206,6 +207,11 @@ def _one_thread(spec: SegmentSpec) -> str:
     return "it changes nothing: the segment runs with one thread" if spec.threads == 1 else ""
 
 
+def _indices(spec: SegmentSpec) -> str:
+    found = next((op.op for op in spec.ops if takes_indices(op.op)), None)
+    return f"an index of {found} that is out of range would end the process in a generated product" if found else ""
+
+
 USUALLY = Compiled(USUAL)
 
 BUILT_IN: tuple[Variant, ...] = (
@@ -251,6 +257,7 @@ BUILT_IN: tuple[Variant, ...] = (
         "batched matrix products by generated kernels with what follows fused in, where they beat the library's",
         {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP,ATEN"},
         needs=("aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum"),
+        refusal=_indices,
     ),
     Compiled(
         f"{USUAL}-fma",

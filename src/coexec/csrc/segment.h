@@ -64,8 +64,8 @@ struct SymbolSource {
 
 // One compiled version of a planned segment: for the shapes that it was made for, or for all that its patterns allow.
 // What the elements of an input must be that the segment uses as an index: in [0, size), or in [-size, size). A
-// compiled loop that finds another one ends the process (its exception cannot leave a parallel region): looked at
-// before a run, which is left to replay then, and with it eager's error.
+// compiled loop finds another one when what it writes in place is half written: looked at before a run, which is left
+// to replay then, and with it eager's error.
 struct IndexRange {
   int32_t input;
   int64_t size;
