@@ -1,9 +1,9 @@
 # One command does all. `make demo` and `make test` work in a fresh clone: they create .venv first.
 # COEXEC_* variables are listed by `python -m coexec.config`.
 
-# The first of these that runs and is new enough; `make PYTHON=/path/to/python3.12 test` chooses another.
+# The first of these that is Python 3.11 to 3.13; `make PYTHON=/path/to/python3.12 test` chooses another.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
-    $$p -c 'import sys; sys.exit(not sys.version_info >= (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+    $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -61,7 +61,7 @@ clean:
 	rm -rf build dist out src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): requirements.lock pyproject.toml
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: install one, or run make PYTHON=/path/to/python"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.13 found: install one, or run make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .

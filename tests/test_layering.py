@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "coexec"
-SHARED = {"records", "config", "errors", "_native"}
+SHARED = {"records", "config", "errors", "advice", "_native"}
 STAGES = ["intercept", "trace", "graph", "plan", "backends", "runtime"]
 DATABASE = ["subgraphs", "tuning", "choose", "serving", "dynamo_backend"]
 ALLOWED = {stage: SHARED | set(STAGES[: STAGES.index(stage) + 1]) for stage in STAGES}
@@ -22,7 +22,7 @@ ALLOWED |= {part: SHARED | set(STAGES[:-1]) | set(DATABASE[: DATABASE.index(part
 # What people see is thin over the database side, and over the toolchain that `coexec doctor` looks at.
 ALLOWED["report"] = SHARED | {"intercept", "backends"} | set(DATABASE)
 ALLOWED["cli"] = ALLOWED["report"] | {"report", "__version__"}
-ALLOWED |= {name: set() for name in ("records", "errors")} | {"config": {"errors"}}
+ALLOWED |= {name: set() for name in ("records", "errors", "advice")} | {"config": {"errors"}}
 IMPORTED_AS = {"apache-tvm": "tvm", "intel-extension-for-pytorch": "intel_extension_for_pytorch"}
 NO_TORCH = ["records.py", "trace", "graph", "plan/cases.py"]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from coexec.config import Options, disabled, make_options, settings
-from coexec.errors import NotAStepError, NotCallableError
+from coexec.errors import ConflictingOptionsError, NotAStepError, NotCallableError
 from coexec.runtime.dynamo import stay_out_of_dynamo
 from coexec.runtime.explain import explain
 from coexec.runtime.place import name_of, place_of, short_place
@@ -245,6 +245,8 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
         NotCallableError, UnknownOptionError, OptionValueError: as their names say; the latter also for an environment
             variable.
         NotAStepError: an async function, a generator function or a class.
+        ConflictingOptionsError: options that exclude each other, or others than those of a step that is compiled
+            already (which is returned as it is otherwise).
 
     Example:
         >>> @coexec.compile
@@ -257,7 +259,9 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
     settings()  # a variable that means nothing is an error here, and not when a step first asks for it
     if fn_or_module is None:
         return lambda f: compile(f, **options)
-    if isinstance(getattr(fn_or_module, "__func__", fn_or_module), CoExecutable | CoExecModule):
+    compiled = getattr(fn_or_module, "__func__", fn_or_module)
+    if isinstance(compiled, CoExecutable | CoExecModule):
+        _refuse_other_options(compiled, checked if options else None)
         return fn_or_module
     if isinstance(fn_or_module, torch.nn.Module):
         return CoExecModule(fn_or_module, checked)
@@ -266,6 +270,16 @@ def compile(fn_or_module: Any = None, **options: Any) -> Any:
     if kind := _no_step(fn_or_module):
         raise NotAStepError(fn_or_module, kind)
     return CoExecutable(fn_or_module, checked)
+
+
+def _refuse_other_options(compiled: CoExecutable | CoExecModule, wanted: Options | None) -> None:
+    """A step that is compiled already keeps its options: others would be lost without a word."""
+    step = compiled._step if isinstance(compiled, CoExecModule) else compiled
+    if wanted is not None and wanted != step._options:
+        raise ConflictingOptionsError(
+            f"{step._runner.name!r} is compiled already, with {step._options}: give all options where it is compiled "
+            f"first, or compile what it wraps (`__wrapped__` of a function, `_orig_mod` of a module)."
+        )
 
 
 def _no_step(function: Callable[..., Any]) -> str:

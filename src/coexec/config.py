@@ -22,9 +22,7 @@ TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("", "0", "false", "no", "off")
 
 
-def _declare(
-    default: Any, help_text: str, *, choices: tuple[Any, ...] = (), env: str = "", in_key: bool = False
-) -> Any:
+def _declare(default: Any, help_text: str, *, choices: tuple[Any, ...] = (), env: str = "") -> Any:
     """Declares one dataclass field as an option.
 
     Args:
@@ -32,9 +30,8 @@ def _declare(
         help_text: one line for `python -m coexec.config` and the docs.
         choices: the valid values; empty if any value of the type is valid.
         env: the environment variable that replaces the default.
-        in_key: the option changes what a compiled artifact computes or how, so it is part of the artifact's key.
     """
-    metadata = {"help": help_text, "choices": choices, "env": env, "in_key": in_key}
+    metadata = {"help": help_text, "choices": choices, "env": env}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -47,21 +44,18 @@ class Options:
         "executor of the compiled segments; 'auto' compiles with Inductor and keeps whatever is right and fastest",
         choices=("auto", "replay", "inductor"),
         env="COEXEC_BACKEND",
-        in_key=True,
     )
     numerics: str = _declare(
         "fast",
         "'fast' may differ from eager by rounding; 'exact' is bit-identical and uses 'replay' only",
         choices=("fast", "exact"),
         env="COEXEC_NUMERICS",
-        in_key=True,
     )
     dynamic: bool | None = _declare(
         None,
         "compile with symbolic sizes: None once a second size is seen, True also instead of code for one size, False "
         "never (code for the most frequent sizes instead)",
         choices=(None, True, False),
-        in_key=True,
     )
     mode: str = _declare(
         "coexec",
@@ -94,12 +88,11 @@ class Settings:
     )
     debug: int = _declare(
         0,
-        "0 quiet; 1 phase changes and fallbacks on stderr; 2 also checks every graph, plan and placeholder; "
-        "3 also dumps them below COEXEC_DEBUG_DIR",
-        choices=(0, 1, 2, 3),
+        "0 quiet; 1 phase changes and fallbacks on stderr; 2 also checks every trace, TraceGraph and plan, to look for "
+        "bugs in coexec",
+        choices=(0, 1, 2),
         env="COEXEC_DEBUG",
     )
-    debug_dir: Path = _declare(Path("coexec_debug"), "where debug level 3 writes", env="COEXEC_DEBUG_DIR")
     cxx: str = _declare("", "the C++ compiler; empty: the first of g++, c++, clang++", env="CXX")
     keep: bool = _declare(
         False,
@@ -145,11 +138,6 @@ def make_options(**given: Any) -> Options:
     return options
 
 
-def options_key(options: Options) -> dict[str, str]:
-    """Returns the named entries of `options` that belong in an artifact's key, as text."""
-    return {f.name: repr(getattr(options, f.name)) for f in dataclasses.fields(options) if f.metadata["in_key"]}
-
-
 def settings() -> Settings:
     """Returns the settings of the process as the environment says now.
 
@@ -166,7 +154,7 @@ def disabled() -> bool:
 
 
 def debug_level() -> int:
-    """Returns COEXEC_DEBUG, 0 to 3."""
+    """Returns COEXEC_DEBUG, 0 to 2."""
     return settings().debug
 
 
@@ -207,7 +195,7 @@ def _make_private(folder: Path) -> None:
 
 
 def describe() -> str:
-    """Returns one paragraph per option and variable: name, default, domain, whether it is in the key, help."""
+    """Returns one paragraph per option and variable: name, default, domain, help."""
     lines = ["Options of coexec.compile() and coexec.step():"]
     lines += [_describe_field(field, field.name) for field in dataclasses.fields(Options)]
     lines += ["", "Environment variables, read at each use:"]
@@ -263,8 +251,6 @@ def _describe_field(field: dataclasses.Field[Any], title: str) -> str:
         facts.append("one of " + ", ".join(repr(choice) for choice in meta["choices"]))
     if meta["env"] and meta["env"] != title:
         facts.append(f"{meta['env']} replaces the default")
-    if meta["in_key"]:
-        facts.append("part of the artifact key")
     return f"  {title}\n      {meta['help']}\n      ({'; '.join(facts)})"
 
 

@@ -125,24 +125,6 @@ class NativeBuildError(MachineError, RuntimeError):
         self.log = log  # path of the compiler's output, or empty
 
 
-class BackendError(MachineError, RuntimeError):
-    """A backend could not compile or run a segment; the segment stays on `replay`."""
-
-    def __init__(self, backend: str, reason: str) -> None:
-        super().__init__(f"Backend {backend!r}: {reason} The segment stays on 'replay'; backend='replay' avoids this.")
-        self.backend, self.reason = backend, reason
-
-
-class UnresolvedTensorError(CoexecError, RuntimeError):
-    """Native code outside the dispatcher touched a tensor whose value the graph has not computed yet."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            f"{where} read the memory of a tensor that the step's graph has not computed yet. Call "
-            f"coexec.materialize(tensor) before it; from now on coexec does so itself at this place."
-        )
-
-
 # Our bugs -----------------------------------------------------------------------------------------------------------
 
 

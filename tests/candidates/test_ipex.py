@@ -30,7 +30,7 @@ def test_a_release_for_another_torch_is_told_from_a_missing_one(monkeypatch: pyt
 
     monkeypatch.setattr(ipex, "torch_release", lambda: (2, 8))
     monkeypatch.setattr(ipex, "version_of", lambda name: "")
-    assert "not installed" in ipex.Ipex().availability().reason
+    assert ipex.Ipex().availability().reason == "not installed; pip install 'intel-extension-for-pytorch==2.8.*'"
     monkeypatch.setattr(ipex, "version_of", lambda name: "2.7.0")
     assert "another torch" in ipex.Ipex().availability().reason
     monkeypatch.setattr(ipex, "version_of", lambda name: "2.8.0")

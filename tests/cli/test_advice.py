@@ -11,6 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
+from coexec.advice import how_to_install
+from coexec.backends.candidates.installed import needs
 from coexec.cli.app import coexec, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,3 +52,22 @@ def test_the_installed_script_is_this_program() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["coexec"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
+
+
+def test_what_is_missing_is_installed_from_a_checkout() -> None:
+    assert how_to_install() == "in a checkout of coexec: pip install ."
+    assert how_to_install("ray") == "in a checkout of coexec: pip install '.[ray]'"
+    reason = needs({"no-such-distribution": ""}, "tvm").reason
+    assert reason == "not installed: no-such-distribution; in a checkout of coexec: pip install '.[tvm]'"
+
+
+def test_every_extra_that_is_advised_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.compile(r"(?:how_to_install\(|\bextra=)['\"](\w+)['\"]\)")
+    found = {extra for file in FILES for extra in named.findall(file.read_text())}
+    assert found == {"onnxruntime", "openvino", "postgresql", "ray", "tvm"}
+    assert found <= extras.keys()
+
+
+def test_nobody_is_told_to_get_coexec_from_a_package_index() -> None:
+    assert [file for file in FILES if re.search(r"pip install ['\"]?coexec", file.read_text())] == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from coexec.backends.candidates.candidate import Availability
 from coexec.cli.app import PROBLEM
 from coexec.report import diagnosis
 from tests.cli.conftest import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 class Planted:
@@ -54,6 +59,7 @@ def test_the_entry_point_is_looked_for(run: Run, monkeypatch: pytest.MonkeyPatch
     missing = check_of(run("doctor", "--json").json(), "entry point")
     assert missing["status"] == "warning"
     assert "import coexec" in missing["advice"]
+    assert "in a checkout of coexec: pip install .;" in missing["advice"]
 
 
 def test_this_machine_is_well(run: Run) -> None:
@@ -122,7 +128,33 @@ def test_without_torch_it_still_answers(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "torch", None)
     answer = run("doctor", "--json")
     assert answer.status == PROBLEM
-    assert check_of(answer.json(), "torch")["advice"] == "pip install torch"
+    assert check_of(answer.json(), "torch")["advice"] == "pip install 'torch>=2.13,<2.14'"
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ((3, 10, 14), "problem"),
+        ((3, 11, 0), "ok"),
+        ((3, 13, 9), "ok"),
+        ((3, 14, 0), "problem"),
+        ((4, 0, 0), "problem"),
+    ],
+)
+def test_a_python_whose_frames_are_not_known_is_a_problem(version: tuple[int, int, int], status: str) -> None:
+    check = diagnosis._python_release(version)
+    assert check.status == status
+    assert check.advice == ("" if status == "ok" else "use Python 3.11 to 3.13")
+
+
+def test_the_versions_that_are_advised_are_those_of_the_package_and_of_the_core() -> None:
+    oldest, (major, minor) = diagnosis.PYTHON_OLDEST, diagnosis.PYTHON_NEWEST
+    assert PROJECT["requires-python"] == f">={oldest[0]}.{oldest[1]},<{major}.{minor + 1}"
+    assert diagnosis.TORCH in PROJECT["dependencies"]
+    core = (ROOT / "src" / "coexec" / "csrc" / "location.cpp").read_text()
+    guard = re.search(r"PY_VERSION_HEX < 0x(\w+) \|\| PY_VERSION_HEX >= 0x(\w+)", core)
+    assert guard is not None
+    assert guard.groups() == (f"{oldest[0]:02X}{oldest[1]:02X}0000", f"{major:02X}{minor + 1:02X}0000")
 
 
 def test_backends_say_why_not_and_what_would_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coexec.cli.app import PROBLEM
+from coexec.cli.app import PROBLEM, USAGE
 from coexec.report import recheck as library
 from coexec.report.recheck import Recheck
 from coexec.subgraphs.entries import ArtifactRef, Decision, Outcome
@@ -117,6 +117,19 @@ def test_only_the_named_subgraphs_are_timed(run: Run, decided: Decided, monkeypa
     assert len(run("recheck", "--threads", THREADS, "--json").json()) == 2
 
 
+def test_a_beginning_that_no_stored_digest_has_is_wrong_usage(
+    run: Run, decided: Decided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside one that is known: nothing is timed, since what was meant is not."""
+    digest = decided.decide("planted-fast", 40)
+    monkeypatch.setattr(library, "recheck", lambda store, **options: pytest.fail("something was timed"))
+    unknown = "f" * 16 if digest.startswith("0") else "0" * 16
+    for words in ((unknown,), (digest[:16], unknown)):
+        answer = run("recheck", *words)
+        assert answer.status == USAGE
+        assert f"no subgraph begins with '{unknown}'" in answer.err
+
+
 def test_an_artifact_that_was_altered_is_not_run(run: Run, decided: Decided) -> None:
     digest = decided.decide("planted-fast", 40)
     (chosen,) = decided.store.decisions(digest)
@@ -134,3 +147,10 @@ def test_without_decisions_for_this_thread_count_there_is_nothing_to_time(run: R
     answer = run("recheck", "--threads", THREADS + 1)
     assert answer.status == 0
     assert "coexec db list" in answer.out
+
+
+def test_a_known_digest_without_a_decision_for_this_thread_count_is_no_wrong_usage(run: Run, decided: Decided) -> None:
+    digest = decided.decide("planted-fast", 40)
+    answer = run("recheck", digest[:16], "--threads", THREADS + 1)
+    assert answer.status == 0
+    assert "No decision" in answer.out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import click
 import pytest
 
 from coexec import tuning
@@ -18,6 +19,7 @@ GOOD = GraphReport(
     "ab" * 32, "model.py:31", (AttemptReport("tvm", Outcome.CRASH, "SIGSEGV"),), "onnxruntime", 1.8, True, "fastest"
 )
 LEFT = GraphReport("cd" * 32, "model.py:40", reason="its program cannot be read")
+LATER = GraphReport("ef" * 32, "model.py:50", reason="the budget was spent before its turn", out_of_budget=True)
 
 
 class PlantedTuner:
@@ -41,6 +43,18 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> PlantedTuner:
 def test_every_option_is_a_limit_of_the_tuner() -> None:
     names = {parameter.name for parameter in tune.params} - {"as_json", "with_ray"}
     assert names <= {field.name for field in dataclasses.fields(TuneSettings)}
+
+
+def test_the_help_says_the_tuners_own_defaults() -> None:
+    """The command leaves them to the tuner; its help must not say others."""
+    options = {option.name: option for option in tune.params if isinstance(option, click.Option)}
+    named = ("per_graph_s", "attempt_s", "memory_bytes", "workers")
+    said = {name: str(options[name].help).rpartition("default: ")[2].rstrip(".") for name in named}
+    defaults = {name: options[name].type.convert(word, options[name], None) for name, word in said.items()}
+    assert defaults == {name: getattr(TuneSettings(), name) for name in named}
+    assert (TuneSettings().budget_s, TuneSettings().only) == (None, "")
+    for name, words in {"budget_s": "no limit", "candidates": "all usable ones", "only": "both"}.items():
+        assert str(options[name].help).endswith(f"default: {words}.")
 
 
 def test_words_become_limits(run: Run, tuner: PlantedTuner) -> None:
@@ -85,10 +99,18 @@ def test_a_graph_that_cannot_be_tuned_is_a_problem_but_a_spent_budget_is_none(ru
     answer = run("tune")
     assert answer.status == PROBLEM
     assert "its program cannot be read" in answer.out
-    tuner.report = TuneReport((GOOD, LEFT), {}, 3.0, out_of_budget=True)
+    tuner.report = TuneReport((GOOD, LATER), {}, 3.0, out_of_budget=True)
     answer = run("tune")
     assert answer.status == 0
     assert "the next `coexec tune` goes on" in answer.out
+
+
+def test_a_spent_budget_does_not_excuse_what_failed_before(run: Run, tuner: PlantedTuner) -> None:
+    tuner.report = TuneReport((GOOD, LEFT, LATER), {}, 3.0, out_of_budget=True)
+    answer = run("tune")
+    assert answer.status == PROBLEM
+    assert "its program cannot be read" in answer.out
+    assert [graph["out_of_budget"] for graph in run("tune", "--json").json()["graphs"]] == [False, False, True]
 
 
 def test_what_is_passed_over_is_no_problem_and_says_why(run: Run, tuner: PlantedTuner) -> None:
@@ -103,6 +125,14 @@ def test_an_unknown_backend_is_wrong_usage(run: Run, tuner: PlantedTuner) -> Non
     answer = run("tune", "--candidates", "torchscrip")
     assert answer.status == USAGE
     assert "Did you mean 'torchscript'?" in answer.err
+    assert tuner.asked == {}
+
+
+def test_an_unknown_variant_of_segments_is_told_where_they_are_named(run: Run, tuner: PlantedTuner) -> None:
+    answer = run("tune", "--candidates", "coexec-segment-simd128")
+    assert answer.status == USAGE
+    assert "Did you mean 'coexec-segment-simd256'?" in answer.err
+    assert "`coexec doctor` names the backends, docs/design/tuning.md the variants of segments" in answer.err
     assert tuner.asked == {}
 
 

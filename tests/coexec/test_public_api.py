@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 import coexec
-from coexec.errors import CoexecError, NotAStepError, NotCallableError, OptionValueError, ReentrantStepError
+from coexec.errors import (
+    CoexecError,
+    ConflictingOptionsError,
+    NotAStepError,
+    NotCallableError,
+    OptionValueError,
+    ReentrantStepError,
+)
 from tests.coexec.harness import Program, check, exact, seed_all
 from tests.coexec.programs import batch, function_program, labels, mlp, training
 
@@ -122,6 +129,17 @@ def test_a_decorated_method_can_be_asked_through_an_instance() -> None:
     assert a.step == a.step
     assert a.step != b.step
     assert coexec.compile(a.step) == a.step  # it is compiled already
+
+
+def test_a_compiled_step_keeps_its_options() -> None:
+    step = coexec.compile(lambda x: x * 2, backend="replay", numerics="exact")
+    module = coexec.compile(torch.nn.Linear(2, 2), backend="replay")
+    assert coexec.compile(step) is step
+    assert coexec.compile(step, backend="replay", numerics="exact") is step
+    assert coexec.compile(module) is module
+    for compiled in (step, module):
+        with pytest.raises(ConflictingOptionsError, match="is compiled already, with Options"):
+            coexec.compile(compiled, overlap=True)
 
 
 def test_static_and_class_methods() -> None:

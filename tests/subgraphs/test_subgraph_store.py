@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -254,6 +255,15 @@ def test_a_bad_url_says_what_a_good_one_looks_like(
     serving = open_store()
     assert serving.lookup(key(), HERE) is None
     assert serving.counters() == {f"fault.{reason}": 1}
+
+
+def test_a_driver_that_is_missing_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    monkeypatch.setenv("COEXEC_STORE", "postgresql+psycopg://me@host/coexec")
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path))
+    with pytest.raises(StoreError, match=r"in a checkout of coexec: pip install '\.\[postgresql\]'") as caught:
+        open_store(strict=True).lookup(key(), HERE)
+    assert caught.value.reason == "no driver"
 
 
 # Threads and forks ---------------------------------------------------------------------------------------------------

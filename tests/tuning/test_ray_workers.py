@@ -41,8 +41,9 @@ def test_every_graph_is_a_task_of_plain_data(tmp_path: Path) -> None:
 
 def test_reports_come_back_as_they_were() -> None:
     attempt = AttemptReport("planted-fast", Outcome.OK, "fine", speedup=2.0)
-    reports = [TuneReport((GraphReport(d, "x.py:1", (attempt,), "planted-fast", 2.0, True),), {"tvm": "no"}, 1.0)
-               for d in ("a", "b")]  # fmt: skip
+    decided = GraphReport("a", "x.py:1", (attempt,), "planted-fast", 2.0, True)
+    left = GraphReport("b", "x.py:2", reason="the budget was spent before its turn", out_of_budget=True)
+    reports = [TuneReport((graph,), {"tvm": "no"}, 1.0) for graph in (decided, left)]
     merged = ray_workers.merged([json.loads(json.dumps(r.as_json())) for r in reports], 3.0)
     assert merged.graphs == (*reports[0].graphs, *reports[1].graphs)
     assert merged.unavailable == {"tvm": "no"}
@@ -51,7 +52,7 @@ def test_reports_come_back_as_they_were() -> None:
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_workers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ray_workers.RayUnavailableError, match=r"pip install 'coexec\[ray\]'"):
+    with pytest.raises(ray_workers.RayUnavailableError, match=r"in a checkout of coexec: pip install '\.\[ray\]'"):
         ray_workers.tune_with_ray(SETTINGS)
 
 
@@ -65,7 +66,7 @@ def test_a_store_of_one_machine_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_local_cluster_tunes_every_graph(
     tmp_path: Path, planted_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'coexec[ray]'")
+    ray = pytest.importorskip("ray", reason="needs Ray; pip install '.[ray]'")
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "mine"))
     monkeypatch.setenv("COEXEC_STORE", f"sqlite:///{tmp_path}/team.sqlite")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(planted_folder), *sys.path]))  # Ray's workers inherit it

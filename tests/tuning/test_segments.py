@@ -24,6 +24,7 @@ from coexec.subgraphs.location import private_location
 from coexec.subgraphs.segment_cache import SegmentCache, environment_of_segments
 from coexec.subgraphs.store import Store
 from coexec.tuning import Progress, TuneReport, TuneSettings, tune
+from coexec.tuning.graph_tuner import Workshop
 from coexec.tuning.segment_tuner import SegmentTuning
 from tests.backends.conftest import compiled as compiled_fixture
 from tests.backends.recording import record
@@ -232,6 +233,10 @@ def test_time_that_is_up_is_called_that_and_not_a_timeout_of_the_library(
     shutil.rmtree(private_cache_dir("tuning") / "prepared", ignore_errors=True)  # the usual library, of an earlier run
     (graph,) = tune(run.store, QUICK, retune=True).graphs
     assert graph.reason == "the budget was spent"
+    assert not graph.out_of_budget  # it was the graph's own time
+    monkeypatch.setattr(Workshop, "out_of_budget", lambda self: True)
+    (graph,) = tune(run.store, QUICK, retune=True).graphs
+    assert (graph.reason, graph.out_of_budget) == ("the budget was spent", True)
 
 
 def test_names_of_graphs_backends_leave_segments_alone(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,8 +153,18 @@ def test_a_budget_of_nothing_leaves_everything_for_later(tmp_path: Path) -> None
     store = store_with(tmp_path, climbing())
     report = tune(store, QUICK, budget_s=0.0)
     assert report.out_of_budget
+    assert report.graphs[0].out_of_budget
     assert not report.graphs[0].complete
     assert store.decisions() == ()
+
+
+def test_the_limit_of_one_graph_is_not_the_budget_of_the_run(tmp_path: Path) -> None:
+    """Neither leaves time for an attempt; the report tells them apart."""
+    store = store_with(tmp_path, climbing(20))
+    (graph,) = tune(store, QUICK, per_graph_s=0.5).graphs
+    assert (graph.reason, graph.out_of_budget) == ("nothing was tried: the budget was spent", False)
+    (graph,) = tune(store, QUICK, budget_s=0.5).graphs
+    assert (graph.winner, graph.out_of_budget) == ("", True)
 
 
 def test_preparing_and_timing_may_be_two_runs(tmp_path: Path) -> None:
@@ -182,7 +193,9 @@ def test_a_damaged_prepared_file_is_built_again(tmp_path: Path, monkeypatch: pyt
     (file,) = (private_cache_dir("tuning") / "prepared").glob("*/files/data.json")
     file.chmod(0o600)
     file.write_text(file.read_text().replace("60", "61"))
-    assert tune(store, QUICK, candidates=("planted-fast",), only="time").graphs[0].winner == ""
+    (graph,) = tune(store, QUICK, candidates=("planted-fast",), only="time").graphs
+    assert graph.winner == ""
+    assert "nothing is prepared" in graph.reason
     assert tune(store, QUICK, candidates=("planted-fast",)).graphs[0].winner == "planted-fast"
 
 
@@ -233,14 +246,33 @@ def test_baked_weights_get_a_decision_of_their_own(tmp_path: Path) -> None:
 
 def test_a_damaged_program_concerns_its_graph_alone(tmp_path: Path) -> None:
     store = store_with(tmp_path, climbing(16), climbing(24))
-    path = store.program(key_of(climbing(16)).digest)
-    assert path is not None
-    path.chmod(0o600)
-    path.write_bytes(path.read_bytes()[:-1])
+    damage_program(store, key_of(climbing(16)).digest)
     report = tune(store, QUICK, candidates=("planted-fast",))
     by_digest = {graph.subgraph: graph for graph in report.graphs}
     assert "does not match its checksum" in by_digest[key_of(climbing(16)).digest].reason
     assert by_digest[key_of(climbing(24)).digest].winner == "planted-fast"
+
+
+def test_a_budget_that_is_spent_is_not_what_a_damaged_program_was_left_for(tmp_path: Path) -> None:
+    store = store_with(tmp_path, climbing(16))
+    damage_program(store, key_of(climbing(16)).digest)
+
+    def spend(event: Progress) -> None:
+        if event.stage == "start":
+            time.sleep(2.0)
+
+    report = tune(store, QUICK, candidates=("planted-fast",), budget_s=2.0, progress=spend)
+    assert report.out_of_budget
+    assert "does not match its checksum" in report.graphs[0].reason
+    assert not report.graphs[0].out_of_budget
+
+
+def damage_program(store: Store, digest: str) -> None:
+    """Its file is a byte short from now on."""
+    path = store.program(digest)
+    assert path is not None
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def test_limits_that_leave_nothing_are_refused() -> None:

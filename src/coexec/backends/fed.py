@@ -145,6 +145,7 @@ def _lerp(n: Named) -> Any:
 
 def _clamp(n: Named) -> Any:
     # As eager: the upper bound wins when the bounds cross.
+    assert "min" in n or "max" in n, sorted(n)
     result = n["self"]
     if "min" in n:
         result = torch.maximum(result, _like(n["min"], result))
@@ -246,7 +247,9 @@ CREATORS: dict[str, Callable[[Named, Number], torch.Tensor]] = {
 FOREACH_NAMES = {"tensors1": "end", "scalar": "", "scalars": ""}
 """Arguments that a foreach op calls differently; an empty name is looked up in FOREACH_SCALAR."""
 
-FOREACH_SCALAR = {"addcmul": "value", "addcdiv": "value", "lerp": "weight", "pow": "exponent"}
+FOREACH_SCALAR = {
+    "addcmul": "value", "addcdiv": "value", "lerp": "weight", "pow": "exponent", "clamp_min": "min", "clamp_max": "max",
+}  # fmt: skip
 """What the number of a foreach op is in the op that it repeats; "other" where nothing is said."""
 
 

@@ -115,7 +115,7 @@ SPELLED_OUT = {
 }
 """Ops that are lowered by a rule of ours instead of as they are."""
 
-NONE_BELOW_ZERO = frozenset({"index_add", "index_add_", "index_copy", "index_copy_"})
+NONE_BELOW_ZERO = frozenset({"index_add", "index_add_", "index_copy", "index_copy_", "index_select"})
 """Ops that eager rejects an index below zero for, and whose decomposition counts it from the end."""
 
 NEEDED_BY_PYTHON = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})

@@ -57,6 +57,11 @@ def readable_decisions(subgraph: str | None = None) -> tuple[Decision, ...]:
     return serving_store().decisions(subgraph)
 
 
+def no_such_subgraph(beginning: str) -> click.UsageError:
+    """The error where no stored digest begins so."""
+    return click.UsageError(f"no subgraph begins with {beginning!r}; `coexec db list` names them")
+
+
 # Reading -------------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coexec.cli import quantities
-from coexec.cli.db import SHOWN, readable_decisions, strict_store
+from coexec.cli.db import SHOWN, no_such_subgraph, readable_decisions, strict_store
 from coexec.cli.output import print_entries, print_json, print_line, print_table
 from coexec.cli.parameters import json_option
 
@@ -55,7 +55,7 @@ def _found(store: Store, prefix: str) -> SubgraphInfo:
     similar = sum(other.digest.startswith(prefix) for other in store.subgraphs())
     if similar > 1:
         raise click.UsageError(f"{similar} subgraphs begin with {prefix!r}; give more digits")
-    raise click.UsageError(f"no subgraph begins with {prefix!r}; `coexec db list` names them")
+    raise no_such_subgraph(prefix)
 
 
 def _lookup_here(store: Store, info: SubgraphInfo) -> str:

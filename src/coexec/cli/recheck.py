@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING
 import click
 
 from coexec.cli import quantities
-from coexec.cli.db import SHOWN, strict_store
+from coexec.cli.db import SHOWN, no_such_subgraph, strict_store
 from coexec.cli.output import error_console, print_json, print_line, print_table
 from coexec.cli.parameters import Duration, json_option
 
 if TYPE_CHECKING:
     from coexec.report.recheck import Recheck
     from coexec.subgraphs.entries import Decision
+    from coexec.subgraphs.store import Store
+
+TIMEOUT_HELP = "Longest wait for one answer of a child process."
 
 
 @click.command()
 @click.argument("subgraphs", nargs=-1)
 @click.option("--threads", type=click.IntRange(min=1), help="Intra-op threads; default: torch's here.")
 @click.option("--rounds", type=click.IntRange(min=2), default=9, show_default=True, help="Fewest rounds of a timing.")
-@click.option("--timeout", "timeout_s", type=Duration(), default="4m", show_default=True, help="For each question.")
+@click.option("--timeout", "timeout_s", type=Duration(), default="4m", show_default=True, help=TIMEOUT_HELP)
 @json_option
 def recheck(subgraphs: tuple[str, ...], threads: int | None, rounds: int, timeout_s: float, as_json: bool) -> int:
     """Time the stored backends against eager again, by turns in processes of their own.
@@ -35,8 +38,10 @@ def recheck(subgraphs: tuple[str, ...], threads: int | None, rounds: int, timeou
     """
     from coexec.report.recheck import recheck as check
 
+    store = strict_store()
+    _check_known(store, subgraphs)
     found = check(
-        strict_store(),
+        store,
         subgraphs=subgraphs,
         threads=threads,
         rounds=(rounds, 3 * rounds),
@@ -48,6 +53,14 @@ def recheck(subgraphs: tuple[str, ...], threads: int | None, rounds: int, timeou
     else:
         _print(found)
     return 0 if all(row.holds for row in found) else 1
+
+
+def _check_known(store: Store, beginnings: tuple[str, ...]) -> None:
+    """Each is the beginning of a stored digest. Errors: click.UsageError names the first that is none."""
+    digests = [info.digest for info in store.subgraphs()] if beginnings else []
+    for beginning in beginnings:
+        if not any(digest.startswith(beginning) for digest in digests):
+            raise no_such_subgraph(beginning)
 
 
 def _announce(decision: Decision, total: int) -> None:

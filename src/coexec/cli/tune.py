@@ -17,21 +17,23 @@ if TYPE_CHECKING:
 
 SHOWN = 16
 
+ONLY_HELP = (
+    "prepare: build and verify, which other work may run beside; time: what is prepared, on a quiet machine; "
+    "default: both."
+)
 
+
+# Defaults are the tuner's own (tuning/settings.py), which only the help repeats.
 @click.command()
 @click.argument("subgraphs", nargs=-1)
 @click.option("--budget", "budget_s", type=Duration(), help="Time for the whole run, as in 10m; default: no limit.")
-@click.option("--per-graph", "per_graph_s", type=Duration(), help="Time for one subgraph.")
-@click.option("--per-attempt", "attempt_s", type=Duration(), help="Time for one backend on one subgraph.")
-@click.option("--memory", "memory_bytes", type=ByteSize(), help="Memory of one attempt, as in 8G.")
+@click.option("--per-graph", "per_graph_s", type=Duration(), help="Time for one subgraph; default: 15m.")
+@click.option("--per-attempt", "attempt_s", type=Duration(), help="Time for one backend on one subgraph; default: 4m.")
+@click.option("--memory", "memory_bytes", type=ByteSize(), help="Memory of one attempt, as in 8G; default: 16G.")
 @click.option("--candidates", type=Names(), help="Backends to try, separated by commas; default: all usable ones.")
 @click.option("--threads", type=click.IntRange(min=1), help="Intra-op threads that will serve; default: torch's here.")
-@click.option("--workers", type=click.IntRange(min=1), help="Subgraphs worked on at once; timings take turns.")
-@click.option(
-    "--only",
-    type=click.Choice(("prepare", "time")),
-    help="prepare: build and verify, which other work may run beside; time: what is prepared, on a quiet machine.",
-)
+@click.option("--workers", type=click.IntRange(min=1), help="Subgraphs worked on at once, timed by turns; default: 1.")
+@click.option("--only", type=click.Choice(("prepare", "time")), help=ONLY_HELP)
 @click.option("--retune", is_flag=True, help="Begin anew with what is decided already.")
 @click.option("--ray", "with_ray", is_flag=True, help="Spread over a Ray cluster; COEXEC_STORE names the store.")
 @json_option
@@ -44,7 +46,7 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
     SUBGRAPHS are beginnings of digests as `coexec db list` prints them; default: all that are not decided here, those
     first in which most time is spent, without segments that are too short for a difference to be measured.
 
-    Exit status 1 if a subgraph could not be tuned for another reason than the budget.
+    Exit status 1 if a subgraph could not be tuned for another reason than that the time of --budget was over.
 
     \b
     Examples:
@@ -76,9 +78,8 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
 
 
 def failed_graphs(report: TuneReport) -> list[GraphReport]:
-    """Graphs that were left undecided although there was time."""
-    open_end = report.out_of_budget
-    return [graph for graph in report.graphs if not (graph.winner or graph.prepared or graph.passed_over or open_end)]
+    """Graphs that were left undecided for another reason than the budget of the run."""
+    return [g for g in report.graphs if not (g.winner or g.prepared or g.passed_over or g.out_of_budget)]
 
 
 def _check_candidates(names: tuple[str, ...]) -> None:
@@ -90,7 +91,8 @@ def _check_candidates(names: tuple[str, ...]) -> None:
     for name in names:
         if name not in known:
             raise click.UsageError(
-                f"no backend is called {name!r}.{did_you_mean(name, known)} `coexec doctor` names them"
+                f"no backend is called {name!r}.{did_you_mean(name, known)} `coexec doctor` names the backends, "
+                "docs/design/tuning.md the variants of segments"
             )
 
 

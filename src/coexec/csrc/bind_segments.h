@@ -116,6 +116,10 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
     g->ranges.push_back(
         {t[0].cast<int32_t>(), t[1].cast<int64_t>(), -1, t[2].cast<bool>(), t[3].cast<std::optional<int64_t>>()});
   }
+  for (auto h : d["distances"].cast<py::list>()) {
+    auto t = h.cast<py::tuple>();
+    g->distances.push_back({t[0].cast<int32_t>(), t[1].cast<int32_t>(), t[2].cast<int64_t>(), -1});
+  }
   return g;
 }
 
@@ -154,6 +158,10 @@ void make_dynamic(Segment& g, const py::dict& d) {
   TORCH_CHECK(sizes.size() == g.ranges.size(), "coexec: one expression per index range, or -1");
   for (size_t k = 0; k < sizes.size(); k++)
     g.ranges[k].expression = sizes[k];
+  auto distances = d["distances"].cast<std::vector<int32_t>>();
+  TORCH_CHECK(distances.size() == g.distances.size(), "coexec: one expression per distance, or -1");
+  for (size_t k = 0; k < distances.size(); k++)
+    g.distances[k].expression = distances[k];
   for (auto h : d["symbols"].cast<py::list>()) {
     auto from = h.cast<std::pair<int32_t, int32_t>>();
     TORCH_CHECK(g.inputs.at(from.first).geometry, "coexec: a symbol is a size of a tensor");

@@ -70,7 +70,8 @@ at::Tensor GraphRunner::predict(const SegmentInput& in) {
   if (!is_foreign(memory))
     return tensor_over(storage, g);
   // Other code may write it meanwhile: see same_bytes in segment.cpp. Of the last iteration's, it may have written it.
-  return argument ? copy_as_it_lies(storage, g) : at::Tensor();
+  // What the segment writes must not land in a copy.
+  return argument && !in.written ? copy_as_it_lies(storage, g) : at::Tensor();
 }
 
 // How a value that an earlier op of this iteration made lies in memory; null if none made it.
@@ -226,6 +227,17 @@ const Segment* GraphRunner::choose(const PlannedSegment& p, SegmentRun* run) {
   }
 }
 
+// Inputs that shared memory which is written must share it as they did when the artifact was compiled.
+static bool apart_as_compiled(const Segment& s, const SegmentRun& run) {
+  return std::all_of(s.distances.begin(), s.distances.end(), [&](const SegmentDistance& d) {
+    const at::Tensor &t = run.used[d.input], &reference = run.used[d.reference];
+    int64_t bytes = t.storage_offset() * static_cast<int64_t>(t.itemsize()) -
+        reference.storage_offset() * static_cast<int64_t>(reference.itemsize());
+    auto expected = d.expression < 0 ? d.bytes : evaluate(s.expressions[d.expression], run.symbols);
+    return t.storage().unsafeGetStorageImpl() == reference.storage().unsafeGetStorageImpl() && bytes == expected;
+  });
+}
+
 // Two inputs that were distinct memory when the artifact was compiled must be distinct now if one of them is written.
 static bool distinct_where_written(const Segment& s, const std::vector<at::Tensor>& inputs) {
   for (size_t i = 0; i < inputs.size(); i++) {
@@ -287,6 +299,8 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   auto n = static_cast<int64_t>(s.nodes.size());
   if (!distinct_where_written(s, run.used))
     return give_up(s, at, "inputs share memory");
+  if (!apart_as_compiled(s, run))
+    return give_up(s, at, "inputs lie otherwise in memory that is written");
   if (!indices_within(s, run))
     return give_up(s, at, "an index is out of range");
   if (s.commit) { // everything is known: check before the writes
@@ -369,7 +383,7 @@ void GraphRunner::note_misses(const SegmentRun& run) {
     const at::Tensor& used = run.used[k];
     bool same = named.defined() && named.storage().unsafeGetStorageImpl() == used.storage().unsafeGetStorageImpl() &&
         named.storage_offset() == used.storage_offset();
-    in.misses += !same && !(named.defined() && same_bytes(named, used));
+    in.misses += !same && (in.written || !(named.defined() && same_bytes(named, used)));
   }
 }
 

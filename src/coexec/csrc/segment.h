@@ -62,7 +62,6 @@ struct SymbolSource {
   int32_t input, dimension;
 };
 
-// One compiled version of a planned segment: for the shapes that it was made for, or for all that its patterns allow.
 // What the elements of an input must be that the segment uses as an index: in [0, size), or in [-size, size). A
 // compiled loop finds another one when what it writes in place is half written: looked at before a run, which is left
 // to replay then, and with it eager's error.
@@ -74,6 +73,15 @@ struct IndexRange {
   std::optional<int64_t> ignored;
 };
 
+// Two inputs that share memory which the segment writes: compiled code sees one as a part of the other, or both as
+// separate, so their distance must be what it was.
+struct SegmentDistance {
+  int32_t input, reference;
+  int64_t bytes; // from where the reference begins to where the input does
+  int32_t expression; // of the bytes, of an artifact with symbolic sizes; -1: they are `bytes`
+};
+
+// One compiled version of a planned segment: for the shapes that it was made for, or for all that its patterns allow.
 struct Segment {
   std::vector<int32_t> nodes;
   std::vector<SymbolSource> symbols; // empty: for one set of shapes
@@ -89,6 +97,7 @@ struct Segment {
   std::vector<SegmentCheck> checks;
   std::vector<SegmentNumberCheck> number_checks;
   std::vector<IndexRange> ranges;
+  std::vector<SegmentDistance> distances;
   std::vector<int32_t> publishes; // positions of the Output Fetching ops served from inside
   std::unique_ptr<torch::inductor::AOTIModelContainerRunnerCpu> artifact; // null: replayed
   // Just adopted: compiled and replayed passes take turns, and the slower executor leaves (benefit is measured here, on

@@ -1,5 +1,5 @@
-// What the two runners did when in the latest co-executed calls, for `step.timeline()` (DESIGN: the breakdown of the
-// paper's Figure 6). Always noted: a span costs a few nanoseconds beside clock readings that are taken anyway.
+// What the two runners did when in the latest co-executed calls, for `step.timeline()` (the breakdown of the paper's
+// Figure 6). Always noted: a span costs a few nanoseconds beside clock readings that are taken anyway.
 #pragma once
 #include <chrono>
 #include <cstdint>

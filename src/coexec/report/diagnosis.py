@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from coexec.advice import how_to_install
+
 Status = Literal["ok", "info", "warning", "problem"]
 
-PYTHON_NEEDED = (3, 11)
+PYTHON_OLDEST, PYTHON_NEWEST = (3, 11), (3, 13)
+"""Whose frames the native core knows (csrc/location.cpp)."""
+
+TORCH = "torch>=2.13,<2.14"
+"""As in pyproject.toml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +108,22 @@ def _failed(part: str, error: Exception) -> Check:
 
 
 def _python() -> Iterator[Check]:
-    version = ".".join(map(str, sys.version_info[:3]))
-    new_enough = sys.version_info >= PYTHON_NEEDED
-    needed = ".".join(map(str, PYTHON_NEEDED))
-    yield Check(
-        "python",
-        "ok" if new_enough else "problem",
-        f"{version}, {sys.executable}",
-        "" if new_enough else f"use Python {needed} or newer",
-    )
+    yield _python_release(sys.version_info[:3])
+
+
+def _python_release(version: tuple[int, int, int]) -> Check:
+    found = f"{'.'.join(map(str, version))}, {sys.executable}"
+    if PYTHON_OLDEST <= version[:2] <= PYTHON_NEWEST:
+        return Check("python", "ok", found)
+    oldest, newest = (".".join(map(str, release)) for release in (PYTHON_OLDEST, PYTHON_NEWEST))
+    return Check("python", "problem", found, f"use Python {oldest} to {newest}")
 
 
 def _torch() -> Iterator[Check]:
     try:
         import torch
     except ImportError as error:
-        yield Check("torch", "problem", f"cannot be imported: {error}", "pip install torch")
+        yield Check("torch", "problem", f"cannot be imported: {error}", f"pip install '{TORCH}'")
         return
     yield _release(torch.__version__)
 
@@ -197,7 +203,7 @@ def _entry_point() -> Iterator[Check]:
     if found:
         yield Check("entry point", "ok", f'torch.compile(backend="coexec") is {found[0].value}')
         return
-    advice = "pip install coexec (or pip install -e .); until then `import coexec` before torch.compile registers it"
+    advice = f"{how_to_install()}; until then `import coexec` before torch.compile registers it"
     yield Check("entry point", "warning", "coexec is not installed as a package: no entry point for Dynamo", advice)
 
 

@@ -29,6 +29,7 @@ SAME_AT_ALL_SIZES = (
     "slot_inputs",
     "number_checks",
     "ranges",
+    "distances",
 )
 """What must not depend on sizes for one artifact to serve several."""
 
@@ -55,6 +56,7 @@ def unify_segments(built: Sequence[BuiltSegment]) -> tuple[SymbolicSpec, dict[st
         "input_patterns": [_input_pattern(last, k, patterns) for k in range(len(last.spec.inputs))],
         "numbers": [table.number(built, position, arg) for position, arg in last.native["number_checks"]],
         "range_sizes": [table.range_size(built, k) for k in range(len(last.native["ranges"]))],
+        "distances": [table.distance(built, k) for k in range(len(last.native["distances"]))],
         "expressions": [expression.tokens() for expression in table.expressions],
     }
 
@@ -64,6 +66,8 @@ def _within_segment(built: BuiltSegment, entry: str) -> Any:
     told = built.native[entry]
     if entry == "ranges":
         return [(position, *others) for position, _, *others in told]
+    if entry == "distances":
+        return [(position, reference) for position, reference, _ in told]
     if entry == "slot_inputs":
         return [(slot, index) for slot, _, index in told]
     return list(told.values()) if entry == "external_inputs" else told
@@ -107,6 +111,12 @@ class _Table:
         """The expression of how large an index may be, or -1 if that is the same at all sizes."""
         sizes = [one.native["ranges"][number][1] for one in built]
         return -1 if len(set(sizes)) == 1 else self.expression(sizes, f"the size that index range {number} is for")
+
+    def distance(self, built: Sequence[BuiltSegment], number: int) -> int:
+        """The expression of how far two inputs lie apart in memory that is written, or -1 if that is always the same."""
+        distances = [one.native["distances"][number][2] for one in built]
+        name = f"the distance of inputs {built[0].native['distances'][number][:2]}"
+        return -1 if len(set(distances)) == 1 else self.expression(distances, name)
 
 
 def _geometries(op: DescribedOp) -> tuple[list[int], list[int]]:

@@ -27,13 +27,14 @@ from coexec.backends.key import artifact_key
 from coexec.backends.leftovers import own_prefix
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
-from coexec.config import Options, private_cache_dir
+from coexec.config import Options, debug_level, private_cache_dir
 from coexec.errors import CacheFolderError
 from coexec.graph.recurring import recurring
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
 from coexec.intercept.native import native_if_ready
 from coexec.plan.cases import Plan, assign_cases
+from coexec.plan.check import check_plan
 from coexec.plan.segments import Segment, cut_segments
 from coexec.runtime.benefit import quartile
 from coexec.runtime.capturing import Capturing
@@ -138,6 +139,8 @@ class SegmentManager:
         self._stale = False
         planned_for = recurring(graph)
         self.plan = assign_cases(planned_for)
+        if debug_level() >= 2:
+            check_plan(self.plan, planned_for)
         cut = cut_segments(planned_for, self.plan, native.bytes_written, late=self._late)
         known = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}
         make = _native_core().PlannedSegment

@@ -178,6 +178,7 @@ def build_segment(
         "slot_inputs": [(*key, builder.input_of_value[value]) for key, value in builder.identity_of.items()],
         "number_checks": builder.number_checks,
         "ranges": [(r.input, r.size, r.from_end, r.ignored) for r in index_ranges(spec)],
+        "distances": _distances(builder),
         "publishes": [publish.channel for publish in builder.publishes],
     }
     return BuiltSegment(spec, native, builder.captured, builder.offsets, [by_node.get(node) for node in nodes])
@@ -201,6 +202,19 @@ def _one_per_memory(spec: SegmentSpec) -> tuple[int, ...]:
         return covering_inputs(spec)
     except NotLowerableError:
         return spec.mutated  # the compile worker says the same, and why
+
+
+def _distances(builder: _Builder) -> list[tuple[int, int, int]]:
+    """Inputs that share memory which is written: (input, the first one in that memory, bytes from its beginning)."""
+    first: dict[int, tuple[int, int]] = {}
+    found = []
+    for index, entry in enumerate(builder.inputs):
+        if isinstance(entry, TensorInput) and entry.value.storage in builder.written:
+            begin = entry.value.offset * ITEM_BYTES[entry.value.dtype]
+            reference, reference_begin = first.setdefault(entry.value.storage, (index, begin))
+            if reference != index:
+                found.append((index, reference, begin - reference_begin))
+    return found
 
 
 def _normalize_offsets(builder: _Builder) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from coexec.config import Options, debug_level, disabled, settings
 from coexec.errors import ReentrantStepError
+from coexec.graph.check import check_graph
 from coexec.graph.merge import MergeResult, first_news, merge
 from coexec.graph.tracegraph import Node, TraceGraph
 from coexec.intercept.background import pacer
@@ -29,6 +30,7 @@ from coexec.runtime.late_errors import name_the_line, same_error
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
+from coexec.trace.check import check_trace
 
 NATIVE_ACCESS = (
     "data is not allocated yet",
@@ -364,6 +366,9 @@ class StepRunner:
             return
         trace = native.trace()
         result = merge(self.graph, trace)
+        if debug_level() >= 2:
+            check_trace(trace)
+            check_graph(self.graph)
         if not result.covered:
             self._note_news(result)
         if self.loops.learn(trace, not result.covered, native):

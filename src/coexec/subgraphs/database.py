@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
+from coexec.advice import how_to_install
 from coexec.subgraphs import tables
 from coexec.subgraphs.errors import StoreError
 from coexec.subgraphs.faults import store_error
@@ -119,7 +120,7 @@ def _make_engine(location: StoreLocation) -> Engine:
     except (ArgumentError, NoSuchModuleError) as error:
         raise StoreError("bad url", f"{error}; try postgresql+psycopg://user@host/name") from error
     except ModuleNotFoundError as error:
-        raise StoreError("no driver", f"{error}; try: pip install 'coexec[postgresql]'") from error
+        raise StoreError("no driver", f"{error}; {how_to_install('postgresql')}") from error
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 

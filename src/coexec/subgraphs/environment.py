@@ -1,4 +1,4 @@
-"""The second key: everything outside the graph on which an artifact or a measurement depends (DESIGN section 4)."""
+"""The second key: everything outside the graph on which an artifact or a measurement depends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key of a subgraph: SHA-256 of its canonical text, with the text kept beside the hash (DESIGN section 4).
+"""The key of a subgraph: SHA-256 of its canonical text, with the text kept beside the hash.
 
 Imports no torch: whatever only keeps and finds entries (the command line, a fleet's import) starts without it.
 """

@@ -36,7 +36,11 @@ Tell = Callable[[str, str, Outcome | None, float | None], None]
 
 
 class UntunableError(Exception):
-    """This graph cannot be tuned now; the message says why."""
+    """This graph cannot be tuned now; the message says why. `out_of_budget`: the run's budget is spent, no more."""
+
+    def __init__(self, reason: str, *, out_of_budget: bool = False) -> None:
+        super().__init__(reason)
+        self.out_of_budget = out_of_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class Workshop:
     settings: TuneSettings
     tools: Tools
     deadline_s: Callable[[], float]  # monotonic time at which the run is out of budget, or is to stop
+
+    def out_of_budget(self) -> bool:
+        """Whether the run has no time for another attempt, on whatever graph."""
+        return self.deadline_s() - time.monotonic() < MIN_ATTEMPT_S
 
 
 def tune_graph(shop: Workshop, info: SubgraphInfo, tell: Tell) -> GraphReport:
@@ -69,7 +77,9 @@ def claimed(shop: Workshop, info: SubgraphInfo, tuning: Callable[[], GraphReport
             return GraphReport(info.digest, info.note, reason="another tuner works on it")
         try:
             return tuning()
-        except (UntunableError, UnkeyableGraphError, ChildError) as error:
+        except UntunableError as error:
+            return GraphReport(info.digest, info.note, reason=str(error), out_of_budget=error.out_of_budget)
+        except (UnkeyableGraphError, ChildError) as error:
             return GraphReport(info.digest, info.note, reason=str(error))
 
 
@@ -218,17 +228,24 @@ class GraphTuning:
             complete=decided and not self.standing.pending(self.candidates),
             reason=self._reason(best.reason if decided else self._why_nothing()),
             prepared=tuple(self.prepared),
+            out_of_budget=not decided and self._lacked_time() and self.shop.out_of_budget(),
         )
 
     def _reason(self, otherwise: str) -> str:
         waiting = ", ".join(self.prepared)
         return f"prepared, to be timed by `coexec tune`: {waiting}" if waiting else otherwise
 
+    def _lacked_time(self) -> bool:
+        """Whether time is why nothing was tried: a run that only times takes what is prepared, in any case."""
+        return bool(self.candidates) and self.shop.settings.only != TIME
+
     def _why_nothing(self) -> str:
         """Why no candidate was tried."""
-        if self.candidates:
+        if self._lacked_time():
             return f"nothing was tried: {SPENT}"
-        return "nothing was tried: no candidate can be used here (`coexec doctor` says why); nothing was decided"
+        if not self.candidates:
+            return "nothing was tried: no candidate can be used here (`coexec doctor` says why); nothing was decided"
+        return "nothing was tried: nothing is prepared; run `coexec tune --only prepare` first, or without --only"
 
     def built(self, candidate: Tried, folder: Path) -> Prepared | Attempt:
         """Built into `folder` and verified; an Attempt says how that failed."""

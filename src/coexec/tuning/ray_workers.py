@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from coexec.advice import how_to_install
 from coexec.errors import MachineError
 from coexec.subgraphs.entries import Outcome
 from coexec.subgraphs.store import Store, open_store
@@ -33,7 +34,7 @@ def tune_with_ray(settings: TuneSettings, *, store: Store | None = None, address
     Errors: RayUnavailableError; StoreError.
     """
     if importlib.util.find_spec("ray") is None:
-        raise RayUnavailableError("--ray needs Ray: pip install 'coexec[ray]'")
+        raise RayUnavailableError(f"--ray needs Ray; {how_to_install('ray')}")
     store = store or open_store(strict=True)
     if not store.location.shared:
         raise RayUnavailableError(

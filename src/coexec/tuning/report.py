@@ -53,6 +53,7 @@ class GraphReport:
     prepared: tuple[str, ...] = ()  # candidates that are built and verified, and wait to be timed
     reason: str = ""  # why this winner, or why the graph was left
     passed_over: bool = False  # on purpose: nothing is to be gained from it
+    out_of_budget: bool = False  # left because the run's budget was spent, and for no other reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class SegmentTuning(GraphTuning):
                 return checked(stored, program, shop.roster, self.facts.threads, shop.settings, self.left_s)
             return shop.shelf.find(self.name_on_shelf(variants.USUALLY)) or self._rebuilt()
         except BudgetSpentError as error:
-            raise UntunableError(error.detail) from error
+            raise UntunableError(error.detail, out_of_budget=shop.out_of_budget()) from error
         except EndedError as error:
             raise UntunableError(f"its usual library cannot be timed: {error.outcome}: {error.detail}") from error
 

@@ -113,7 +113,8 @@ class _Run:
                 self.progress(Progress(number, graphs, info.digest, info.note, candidate, stage, outcome, speedup))
 
         if time.monotonic() > self.deadline_s():
-            return GraphReport(info.digest, info.note, reason="the budget was spent before its turn")
+            reason = "the budget was spent before its turn"
+            return GraphReport(info.digest, info.note, reason=reason, out_of_budget=True)
         tell("", "start", None, None)
         report = (tune_segment if is_segment(info.text) else tune_graph)(self.shop, info, tell)
         tell("", "done", None, report.speedup)

@@ -15,6 +15,7 @@ from coexec.backends.candidates.torch_version import torch_release, torch_versio
 DISTRIBUTION = "intel-extension-for-pytorch"
 LAST = (2, 8)  # development ended with it
 WORKS_WITH = "intel-extension-for-pytorch 2.8.0 with torch 2.8.0, the last release; each needs torch of its own minor"
+INSTALL = f"pip install '{DISTRIBUTION}==2.8.*'"  # coexec's own extra would put a newer torch in the place of 2.8
 
 
 class Ipex:
@@ -30,7 +31,7 @@ class Ipex:
             reason = f"its library misses symbols of torch {torch_version()}: releases end with torch 2.8"
             return Availability(False, reason, version, WORKS_WITH)
         if not version:
-            return Availability(False, "not installed; pip install 'coexec[ipex]'", "", WORKS_WITH)
+            return Availability(False, f"not installed; {INSTALL}", "", WORKS_WITH)
         if torch_release() != tuple(int(part) for part in version.split(".")[:2]):
             return Availability(False, f"{version} is for another torch than {torch_version()}", version, WORKS_WITH)
         return Availability(True, version=version)
