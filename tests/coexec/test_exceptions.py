@@ -467,3 +467,25 @@ def test_after_a_kernels_error_accumulated_gradients_stay() -> None:
         return Program(step, lambda i: (torch.tensor([0, 9 if i in BAD else 2]),), lambda: (w, w.grad, ids_of))
 
     check(make, n=14, raises=(IndexError,), max_fallbacks=3)
+
+
+def test_a_late_error_that_a_later_handler_swallows() -> None:
+    """Eager would not have come to that handler: the error leaves the step."""
+
+    def make() -> Program:
+        table = torch.randn(5, 4)
+
+        def step(x: torch.Tensor, ids: torch.Tensor, new: bool) -> torch.Tensor:
+            doubled = x * 2
+            nn.functional.embedding(ids, table)
+            part = doubled[1:]
+            try:
+                if new:
+                    torch.cos(x)
+            except IndexError:
+                pass
+            return part + 1
+
+        return Program(step, lambda i: (batch(i), torch.tensor([9 if i in BAD else 1]), i in BAD))
+
+    check(make, n=14, raises=(IndexError,))

@@ -496,3 +496,33 @@ def test_an_in_place_op_that_makes_its_tensor_larger() -> None:
         return total.addbmm_(x.view(2, 3, 4), x.view(2, 4, 3))
 
     check(lambda: function_program(step))
+
+
+def test_statistics_that_numpy_sees() -> None:
+    """The schema of the op does not say that it writes them."""
+
+    def make() -> Program:
+        norm = torch.nn.BatchNorm1d(4)
+        seen = norm.running_mean.numpy(), norm.running_var.numpy()
+        return Program(lambda x: norm(x).sum(), lambda i: (batch(i),), lambda: (norm, [array.copy() for array in seen]))
+
+    check(make)
+
+
+def test_a_copy_for_the_graph_of_what_the_graph_has_yet_to_write() -> None:
+    """On other paths Python writes the counter itself, which is why readers get a copy."""
+
+    def make() -> Program:
+        count, heavy = torch.zeros(()), torch.ones(400, 400)
+
+        def step(x: torch.Tensor, by_python: bool) -> torch.Tensor:
+            if by_python:
+                count.add_(1)
+                count.item()
+            else:
+                count.copy_((heavy @ heavy).sum())
+            return x * count
+
+        return Program(step, lambda i: (batch(i), i < 8 or i % 2 == 0), lambda: count)
+
+    check(make, n=40)

@@ -438,3 +438,19 @@ def test_two_steps_that_share_a_model() -> None:
     train, evaluate = exact(steps["train"]), exact(steps["evaluate"])
     assert [(train(batch(i), labels(i)), evaluate(batch(i), labels(i))) for i in range(8)] == expected
     assert train.stats().phase == evaluate.stats().phase == "co-execution"
+
+
+def test_denormal_numbers_are_flushed_where_the_caller_wants_it() -> None:
+    """A mode of the processor, of each thread."""
+    step = exact(lambda x: x * 0.5)
+    x = torch.full((4,), 1.5e-38)
+    for _ in range(6):
+        step(x)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        assert step(x)[0].item() == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+    assert step(x)[0].item() > 0.0
+    assert step.stats().co_executed >= 6

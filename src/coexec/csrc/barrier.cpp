@@ -28,8 +28,10 @@ void Step::barrier(const std::string& name, const std::optional<at::Tensor>& t, 
     if (!next)
       next = known_barrier(info, location = op_place());
     if (next) {
-      if (!(t && only_looks(name) && is_final(*t)))
+      if (!(t && only_looks(name) && is_final(*t))) {
         wait(it_->size(), Wait::Sync, location);
+        it_->prevent_run();
+      }
       in_.clear();
       if (t && t->defined() && t->unsafeGetTensorImpl()->has_storage())
         if (auto* r = record_of(*t->unsafeGetTensorImpl())) {
@@ -67,6 +69,7 @@ void Step::close_barrier() {
   if (barrier_open_) {
     barrier_open_ = false;
     it_->publish(false);
+    it_->allow_run();
   }
 }
 } // namespace coexec

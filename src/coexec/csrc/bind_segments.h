@@ -86,7 +86,6 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
   g->commit = d["commit"].cast<bool>();
   g->random = d["random"].cast<bool>();
   g->mutated = d["mutated"].cast<std::vector<int32_t>>();
-  g->publishes = d["publishes"].cast<std::vector<int32_t>>();
   DescribedOps of_node = described_ops(s);
   for (int32_t n : g->nodes)
     g->variants.push_back(of_node.count(n) ? of_node[n]->variant : nullptr);
@@ -105,6 +104,10 @@ std::shared_ptr<Segment> make_segment(Step& s, const py::dict& d) {
   for (size_t p = 0; p < g->nodes.size(); p++)
     if (auto it = of_node.find(g->nodes[p]); it != of_node.end())
       add_checks(*g, static_cast<int32_t>(p), *it->second, slot_inputs, external_inputs);
+  for (int32_t p : d["publishes"].cast<std::vector<int32_t>>()) {
+    const auto& read = of_node.at(g->nodes[p])->inputs[0];
+    g->fetches.push_back({p, 0, read.slot, read.sid, -1});
+  }
   for (auto h : d["number_checks"].cast<py::list>()) {
     auto t = h.cast<py::tuple>();
     auto p = t[0].cast<int32_t>();

@@ -100,6 +100,8 @@ void Step::to_recorder() {
     if (!computed)
       continue;
     for (auto& v : views) {
+      if (static_cast<size_t>(v.index) >= path.size()) // after an op that failed
+        continue;
       const Node& maker = program.at(program.node_of_slot(v.slot));
       recorder.register_value(storage, v.geometry, {static_cast<int32_t>(v.index), v.slot - maker.slot_base});
     }

@@ -151,15 +151,31 @@ void Step::advance(Node& n) {
   remember_sequence(n.uid);
 }
 
-// An argument from outside, as the GraphRunner may hold it: a copy if other code can change the memory before the graph
-// runs, or if the PythonRunner itself will (host ops).
+// An argument from outside of which the GraphRunner gets a copy: other code can change the memory before the graph
+// runs, or the PythonRunner itself will (host ops). Not of what the op writes, whether its schema says so or not.
+bool Step::takes_copy(const Node& n, const In& in, size_t k) {
+  bool written = std::find(n.writes.begin(), n.writes.end(), static_cast<int16_t>(k)) != n.writes.end();
+  return !written && (n.args[in.arg].snapshot || is_foreign(storage_of(*in.tensor)));
+}
+
+// What is copied for the graph must have what the graph has yet to write to it.
+void Step::await_writes_to_copied(const Node& n) {
+  if (external_writes_.empty())
+    return;
+  for (size_t k = 0; k < in_.size(); k++)
+    if (!in_[k].record && takes_copy(n, in_[k], k))
+      if (auto w = external_writes_.find(storage_of(*in_[k].tensor)); w != external_writes_.end())
+        wait(w->second + 1, Wait::Sync, n.location);
+}
+
+// An argument from outside, as the GraphRunner may hold it.
 Patch Step::pass_on(Node& n, const In& in, size_t k, const Geometry* geometry) {
   auto* s = storage_of(*in.tensor);
   if (geometry->offset != in.tensor->storage_offset())
     geometry = intern_of(*in.tensor->unsafeGetTensorImpl());
   Patch p{in.arg, in.element, static_cast<int16_t>(k), kExternal, -1, geometry,
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(s)};
-  if (n.info->args[in.arg].writes || !(n.args[in.arg].snapshot || is_foreign(s))) {
+  if (!takes_copy(n, in, k)) {
     if (overlap_allowed_)
       foreign_use_.reads.insert(s);
     if (s->nbytes() <= kStateBytes)
@@ -248,6 +264,7 @@ c10::SmallVector<c10::IValue, 3> Step::hand_out_returns(Node& n, const Variant& 
 
 void Step::compute(Node& n, const Variant& v, torch::jit::Stack* stack) {
   auto args = torch::jit::last(*stack, n.info->args.size());
+  await_writes_to_copied(n);
   advance(n);
   int64_t index = it_->size();
   Entry& e = it_->entry(index);
@@ -346,6 +363,15 @@ void Step::view(
   it_->publish(false);
 }
 
+// Is what the run published at `index` the value that Python reads there?
+bool Step::publishes(const SegmentRun& run, int64_t index, const Node& n, const In& in) {
+  const auto& fetches = run.segment->fetches;
+  return std::any_of(fetches.begin(), fetches.end(), [&](const SegmentCheck& c) {
+    return c.position == index - run.base && run.segment->nodes[c.position] == n.id && c.slot == in.slot &&
+        c.sid == in.record->sid;
+  });
+}
+
 at::Tensor Step::fetched_value(const Node& n, const In& in, int64_t index) {
   at::Tensor value;
   int64_t needed = in.record->last_write + 1;
@@ -353,7 +379,11 @@ at::Tensor Step::fetched_value(const Node& n, const In& in, int64_t index) {
   if (it_->done() < needed && value.defined()) {
     // From inside a compiled graph that runs ahead. It counts only if the graph was started with what Python meant.
     std::optional<std::string> why;
-    it_->with_run([&](const SegmentRun& run) { why = disagreement(*it_, run, run.base, index); });
+    it_->with_run([&](const SegmentRun& run) {
+      why = disagreement(*it_, run, run.base, index);
+      if (!why && !publishes(run, index, n, in))
+        why = "another value is read";
+    });
     if (!why) {
       note_wait(Wait::Fetch, n.location, waited_s);
       return value;
@@ -386,6 +416,7 @@ void Step::fetch(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks,
 // Python waits and the op runs on real tensors: sizes that depend on data, custom ops, sparse tensors ...
 void Step::sync(Node& n, const c10::OperatorHandle& op, c10::DispatchKeySet ks, torch::jit::Stack* stack) {
   wait(it_->size(), Wait::Sync, n.location);
+  it_->prevent_run();
   resolve_inputs();
   run_unpublished(n, op, ks, stack);
   release_openmp_workers();
@@ -427,8 +458,10 @@ void Step::run_unpublished(Node& n, const c10::OperatorHandle& op, c10::Dispatch
     run_now(op, ks, stack);
   } catch (...) {
     it_->publish(false);
+    it_->allow_run();
     throw;
   }
   it_->publish(false);
+  it_->allow_run();
 }
 } // namespace coexec

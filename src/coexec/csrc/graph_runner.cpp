@@ -6,6 +6,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pthread.h>
 #include <chrono>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 #include "memory.h"
 #include "openmp.h"
 
@@ -23,6 +26,24 @@ struct BelowEverything {
           c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
           c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastCPU})};
 };
+
+// `torch.set_flush_denormal` sets it for the calling thread.
+unsigned float_mode() {
+#ifdef __x86_64__
+  return _mm_getcsr() & ~_MM_EXCEPT_MASK;
+#else
+  return 0;
+#endif
+}
+
+void set_float_mode(unsigned mode) {
+#ifdef __x86_64__
+  if (float_mode() != mode)
+    _mm_setcsr(mode);
+#else
+  (void)mode;
+#endif
+}
 
 // PyTorch's own handler prints to stderr on a thread that is not Python's.
 struct WarningsForPython : c10::WarningHandler {
@@ -100,6 +121,7 @@ void GraphRunner::start(
   if (capture) // one that has begun is of an iteration that failed or fell back: its inputs may be the reason
     capture->failed |= capture->begun();
   threads_ = at::get_num_threads();
+  float_mode_ = float_mode();
   busy_ = true;
   cv_.notify_one();
 }
@@ -168,6 +190,7 @@ void GraphRunner::loop() {
 void GraphRunner::adopt_thread_state() {
   if (at::get_num_threads() != threads_)
     at::set_num_threads(threads_); // OpenMP's thread count belongs to the thread
+  set_float_mode(float_mode_);
 }
 
 void GraphRunner::run_iteration() {

@@ -108,8 +108,8 @@ class GraphRunner {
   std::shared_ptr<Iteration> it_; // set under m_; owned by the thread while busy_
   std::shared_ptr<const SegmentTable> segments_;
   std::vector<StepInput> inputs_;
-  int threads_ = 0;
-  bool flush_denormal_ = false;
+  int threads_ = 0; // of the caller, as is the next
+  unsigned float_mode_ = 0; // flushing of denormal numbers; 0 where it is not known
   GraphStats stats_;
   std::vector<int64_t> seen_at_; // per node: log index of its latest entry; see geometry_of
   const Segment* timed_ = nullptr; // a segment in its trial that is being replayed, with the seconds so far

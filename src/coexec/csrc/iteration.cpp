@@ -71,6 +71,7 @@ void Iteration::reset(size_t slots) {
   has_warnings_.store(false);
   native_fills.clear();
   run_ = nullptr;
+  run_prevented_ = false;
   run_void_.store(false);
 }
 
@@ -215,11 +216,38 @@ bool Iteration::wait_input(int64_t i, double* stalled_s) {
   return there;
 }
 
-void Iteration::set_run(const SegmentRun* run) {
+bool Iteration::begin_run(const SegmentRun* run) {
   std::lock_guard<std::mutex> l(m_);
+  if (run_prevented_)
+    return false;
   run_ = run;
   void_reason_.clear();
   run_void_.store(false);
+  return true;
+}
+
+void Iteration::end_run() {
+  std::lock_guard<std::mutex> l(m_);
+  run_ = nullptr;
+  void_reason_.clear();
+  run_void_.store(false);
+  python_cv_.notify_all();
+}
+
+void Iteration::prevent_run() {
+  WithoutGil no_gil;
+  std::unique_lock<std::mutex> l(m_);
+  run_prevented_ = true;
+  if (!run_)
+    return;
+  void_reason_ = "Python went another way";
+  run_void_.store(true);
+  python_cv_.wait(l, [&] { return !run_; }); // the run, a wait of the GraphRunner for 200 us at most, and no more
+}
+
+void Iteration::allow_run() {
+  std::lock_guard<std::mutex> l(m_);
+  run_prevented_ = false;
 }
 
 void Iteration::void_run(const std::string& why) {

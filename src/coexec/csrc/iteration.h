@@ -4,7 +4,6 @@
 #pragma once
 #include <array>
 #include <condition_variable>
-#include <deque>
 #include <exception>
 #include <thread>
 #include "placeholder.h"
@@ -164,7 +163,13 @@ class Iteration {
   Ahead wait_validated(int64_t i, int64_t n, double* stalled_s);
   // Waits for entry `i` as an input of a run that has not started: false if Python waits for one of ours meanwhile.
   bool wait_input(int64_t i, double* stalled_s);
-  void set_run(const struct SegmentRun* run); // under lock; null when it is over
+  // The GraphRunner is about to run a segment; false if it must not: Python does something else just then.
+  bool begin_run(const struct SegmentRun* run);
+  void end_run(); // and has put back what the run must not have changed
+  // The PythonRunner, when all entries are executed: no run is under way that expects what Python has not said, and
+  // none begins before `allow_run`. What Python draws or seeds meanwhile stays.
+  void prevent_run();
+  void allow_run();
   // Calls f(run) under the lock if a run is in progress; the PythonRunner checks a published value's run with it.
   template <class F>
   void with_run(F&& f) {
@@ -230,6 +235,7 @@ class Iteration {
   std::atomic<bool> has_warnings_{false};
   std::atomic<int64_t> python_wants_{-1};
   const struct SegmentRun* run_ = nullptr; // guarded by m_
+  bool run_prevented_ = false; // guarded by m_
   std::atomic<bool> run_void_{false};
   std::string void_reason_; // guarded by m_
 };

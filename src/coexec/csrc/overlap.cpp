@@ -143,6 +143,7 @@ void Overlap::settle() {
     waits++;
     stall_s.fetch_add(it->wait_done(size_, false, Signals::Always));
   }
+  it->prevent_run(); // one that expected more than there was
   std::vector<c10::Storage> live; // may be the last references: go without the lock
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed;
   {

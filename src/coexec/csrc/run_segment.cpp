@@ -1,6 +1,5 @@
 // The GraphRunner runs compiled segments: gathers inputs (predicted ones too), runs ahead, commits or discards.
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 #include <algorithm>
 #include "graph_runner.h"
@@ -305,7 +304,7 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
     return give_up(s, at, "an index is out of range");
   if (s.commit) { // everything is known: check before the writes
     auto why = disagreement(it, run, at, at + n);
-    if (!why && it.entry(at + n - 1).awaited) // Python stands still, and holds values that it may not have held so far
+    if (!why) // Python has gone on: what it does not hold now it will never hold
       why = unexpected_survivor(s, at);
     if (why)
       return give_up(s, at, *why);
@@ -314,7 +313,8 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   auto generator = at::detail::getDefaultCPUGenerator();
   if (s.random)
     rng = generator.get_state();
-  it.set_run(&run);
+  if (!it.begin_run(&run))
+    return give_up(s, at, "Python went another way");
   current_run() = &run;
   current_iteration() = &it;
   auto t0 = Clock::now();
@@ -323,11 +323,11 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
     results = s.artifact->run(run.used);
   } catch (...) { // the ops themselves know better what is wrong: replay raises eager's error
     current_run() = nullptr;
-    it.set_run(nullptr);
+    if (!s.commit && rng.defined())
+      generator.set_state(rng);
+    it.end_run();
     if (s.commit)
       throw; // memory may be half written
-    if (rng.defined())
-      generator.set_state(rng);
     return give_up(s, at, "the artifact raised");
   }
   auto t1 = Clock::now();
@@ -346,19 +346,16 @@ int64_t GraphRunner::run_segment(const Segment& s, SegmentRun& run) {
   }
   if (!why)
     why = unexpected_survivor(s, at);
-  if (why && s.commit) {
-    // The writes are done; the values that the artifact did not return are gone. Cannot happen: commit segments are
-    // checked before they run, and survivors are known by then.
-    it.set_run(nullptr);
-    TORCH_INTERNAL_ASSERT(false, "coexec: a commit segment lost a value: ", *why);
-  }
-  it.set_run(nullptr);
+  // The writes of a commit segment are done. It was checked before, and what was dead then is dead.
+  TORCH_INTERNAL_ASSERT(!why || !s.commit, "coexec: a commit segment lost a value: ", *why);
   if (why) {
     if (rng.defined())
       generator.set_state(rng);
     note_misses(run);
+    it.end_run(); // last: Python may draw from now on
     return give_up(s, at, *why);
   }
+  it.end_run();
   t0 = Clock::now();
   for (int64_t p = 0; p < n; p++)
     seen_at_[s.nodes[p]] = at + p;
@@ -430,6 +427,10 @@ void GraphRunner::remember_source(const SegmentInput& in, const Entry& e) {
     if (!alive)
       continue;
     bool same = x.storage == p && matches_shape(*x.geometry, *t.unsafeGetTensorImpl());
+    if (same && x.geometry->offset == t.storage_offset()) { // of two slices of one batch, this one
+      in.step_argument = static_cast<int32_t>(k);
+      break;
+    }
     bool copied = !same && is_foreign(x.storage) && same_bytes(t, tensor_over(c10::Storage(alive), *x.geometry));
     if (same || copied)
       in.step_argument = static_cast<int32_t>(k);

@@ -98,7 +98,7 @@ struct Segment {
   std::vector<SegmentNumberCheck> number_checks;
   std::vector<IndexRange> ranges;
   std::vector<SegmentDistance> distances;
-  std::vector<int32_t> publishes; // positions of the Output Fetching ops served from inside
+  std::vector<SegmentCheck> fetches; // what the Output Fetching ops that are served from inside read
   std::unique_ptr<torch::inductor::AOTIModelContainerRunnerCpu> artifact; // null: replayed
   // Just adopted: compiled and replayed passes take turns, and the slower executor leaves (benefit is measured here, on
   // live data and beside the user's Python, not in the compile process).

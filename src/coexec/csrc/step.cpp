@@ -5,6 +5,7 @@
 #include <typeinfo>
 #include "memory.h"
 #include "openmp.h"
+#include "raised.h"
 
 namespace coexec {
 constexpr int kSettled = 16; // iterations
@@ -160,6 +161,8 @@ bool Step::finish() {
       settle();
     }
   }
+  if (!error)
+    error = swallowed_error();
   recorder.complete = !error;
   leave();
   if (error)
@@ -169,9 +172,22 @@ bool Step::finish() {
   return true;
 }
 
+// A kernel's error that came late, in a `try` of the step that eager would not have come to.
+std::exception_ptr Step::swallowed_error() {
+  if (!failure_ || program.at(failure_->after_node).guarded)
+    return nullptr;
+  try {
+    throw_again(it_->error());
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
 void Step::complete_iteration() {
   note_wait(Wait::StepEnd, 0, it_->wait_done(it_->size())); // warnings come when the iteration has been left
   it_->close();
+  it_->prevent_run(); // one that expected more than there was
   resolve_all();
 }
 

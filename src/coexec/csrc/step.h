@@ -173,6 +173,9 @@ class Step {
   void advance(Node& n);
   void take(int32_t child);
   void compute(Node& n, const Variant& v, torch::jit::Stack* stack);
+  std::exception_ptr swallowed_error();
+  static bool takes_copy(const Node& n, const In& in, size_t k);
+  void await_writes_to_copied(const Node& n);
   Patch pass_on(Node& n, const In& in, size_t k, const Geometry* geometry);
   void prepare_args(Node& n, const Variant& v, Entry& e, torch::jit::Stack* stack);
   at::Tensor hand_out(Node& n, const Variant& v, size_t k, c10::ArrayRef<c10::IValue> args);
@@ -188,6 +191,7 @@ class Step {
   Node* known_barrier(const OpInfo* info, uint64_t location);
   void close_barrier();
   bool is_final(const at::Tensor& t) const;
+  static bool publishes(const SegmentRun& run, int64_t index, const Node& n, const In& in);
   at::Tensor fetched_value(const Node& n, const In& in, int64_t index);
   void describe(Node& n, const Variant* v, Entry& e, c10::ArrayRef<c10::IValue> args);
   int32_t describe_external(const at::Tensor& t);
