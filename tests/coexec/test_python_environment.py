@@ -454,3 +454,23 @@ def test_denormal_numbers_are_flushed_where_the_caller_wants_it() -> None:
         torch.set_flush_denormal(False)
     assert step(x)[0].item() > 0.0
     assert step.stats().co_executed >= 6
+
+
+def test_kernels_run_under_the_flags_of_their_place() -> None:
+    """oneDNN's convolution rounds otherwise than PyTorch's own."""
+
+    def make() -> Program:
+        torch.manual_seed(0)
+        convolution = torch.nn.Conv2d(8, 8, 3)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            torch._C._set_mkldnn_enabled(False)  # as torch.backends.mkldnn.flags does, which warns of another flag
+            try:
+                plain = convolution(x)
+            finally:
+                torch._C._set_mkldnn_enabled(True)
+            return plain, convolution(x)
+
+        return Program(step, lambda i: (torch.randn(4, 8, 16, 16),))
+
+    check(make)

@@ -51,6 +51,9 @@ PROCESS_STATE = (
 )  # fmt: skip
 """Functions of `torch` that change what kernels do: ops before them run before them."""
 
+BACKEND_FLAGS = ("_set_mkldnn_enabled", "_set_mkldnn_deterministic", "_set_onednn_allow_tf32")
+"""Functions of `torch._C` that do so for `with torch.backends.mkldnn.flags(...)`."""
+
 GENERATOR_METHODS = ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state")
 """Methods of `torch.Generator`, a static C type."""
 
@@ -114,8 +117,9 @@ def install() -> None:
         for owner in (torch, torch.Tensor):
             if hasattr(owner, name):
                 _replace(owner, name, _wrap_pointer_function(native, name, getattr(owner, name)))
-    for name in PROCESS_STATE:
-        _replace(torch, name, _rng_barrier(native, name, getattr(torch, name)))
+    for owner, names in ((torch, PROCESS_STATE), (torch._C, BACKEND_FLAGS)):
+        for name in names:
+            _replace(owner, name, _rng_barrier(native, name, getattr(owner, name)))
     _wrap_generator_methods(native)
     _wrap_data(native)
     _wrap_inference_mode(native)
