@@ -1,5 +1,5 @@
 """Is co-execution worth it here? Measured on the user's own iterations, so that coexec is never slower than leaving it
-off: once a step has settled, a few plain eager iterations take turns with co-executed ones. What a step does until then,
+off: once a step has settled, a few plain eager iterations take turns with co-executed ones. What it does until then,
 while its segments are compiled: :mod:`coexec.runtime.waiting`. No torch."""
 
 from __future__ import annotations

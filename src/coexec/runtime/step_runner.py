@@ -63,7 +63,7 @@ def _settle_overlaps() -> None:
 
 
 _trial = threading.local()
-"""`plain`: this thread is in a plain eager iteration of a trial or a rest, in which steps that it calls are plain, too."""
+"""`plain`: this thread is in a plain eager iteration of a trial or a rest; steps that it calls are plain, too."""
 
 
 def _inside_plain_iteration() -> bool:

@@ -1,11 +1,12 @@
 """Where a step waits while its segments are compiled: in co-execution, on replay, or in plain eager if that is faster.
 
-    undisturbed iterations -> by turns with plain eager -> lost: a rest -> a visit to co-execution -> lost: a longer rest ...
-                                                        -> won: co-execution, asked again later    -> won: by turns again
+    undisturbed -> by turns with plain eager -> lost -> rest -> visit to co-execution -> lost -> a longer rest ...
+                                             -> won: asked again later                -> won: by turns again later
 
-Compiling can take minutes, and steps with much Python are two to three times slower on replay. A rest is plain eager, and
-ends when something was compiled, or by itself: only co-executed iterations adopt code, and describe and capture what is
-still to be compiled. Once nothing is compiled any more, :mod:`coexec.runtime.benefit` decides. No torch."""
+Compiling can take minutes, and steps with much Python are two to three times slower on replay. A rest is plain eager,
+and ends when something was compiled, or by itself: only co-executed iterations adopt code, and describe and capture
+what is still to be compiled. Once nothing is compiled any more, :mod:`coexec.runtime.benefit` decides. No torch.
+"""
 
 from __future__ import annotations
 
