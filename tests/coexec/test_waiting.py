@@ -15,9 +15,19 @@ from coexec.backends.cache import Failure
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
 from coexec.runtime import segments, step_runner
-from coexec.runtime.benefit import BLOCK, BLOCKS
+from coexec.runtime.benefit import BLOCK
 from coexec.runtime.versions import State
-from coexec.runtime.waiting import COUNTED, FIRST_REST, LEAST_REST, LONGEST_REST, UNDISTURBED, WAKING, Waiting
+from coexec.runtime.waiting import (
+    BLOCKS,
+    COUNTED,
+    FIRST_REST,
+    LEAST_REST,
+    LONGEST_REST,
+    PRICE,
+    UNDISTURBED,
+    WAKING,
+    Waiting,
+)
 from tests.coexec.test_benefit import Clock
 
 TURNS = BLOCK * BLOCKS
@@ -41,38 +51,38 @@ def lengths(plain: list[bool]) -> list[tuple[bool, int]]:
     return [(kind, len(list(group))) for kind, group in itertools.groupby(plain)]
 
 
-def lost() -> Waiting:
+def lost(coexec_s: float = 1.1) -> Waiting:
     waiting = Waiting()
-    iterate(waiting, UNDISTURBED + TURNS, coexec_s=2.0)
+    iterate(waiting, UNDISTURBED + TURNS, coexec_s)
     assert waiting.resting
     return waiting
 
 
 def test_it_takes_turns_after_a_few_undisturbed_iterations_and_then_rests() -> None:
     waiting = Waiting()
-    plain = iterate(waiting, UNDISTURBED + TURNS, coexec_s=2.0)
+    plain = iterate(waiting, UNDISTURBED + TURNS, coexec_s=1.1)
     assert not any(plain[: UNDISTURBED + BLOCK])
     assert lengths(plain[UNDISTURBED:]) == [(False, BLOCK), (True, BLOCK)] * (BLOCKS // 2)
     assert waiting.left == FIRST_REST
-    assert "co-execution took 2000.000 ms, plain eager 1000.000 ms" in str(waiting)
+    assert "co-execution took 1100.000 ms, plain eager 1000.000 ms" in str(waiting)
 
 
 def test_rests_double_as_long_as_visits_lose() -> None:
     waiting = lost()
-    rests = [count for kind, count in lengths(iterate(waiting, 8192, coexec_s=2.0)) if kind]
+    rests = [count for kind, count in lengths(iterate(waiting, 8192, coexec_s=1.1)) if kind]
     assert rests[:6] == [FIRST_REST, 128, 256, 512, LONGEST_REST, LONGEST_REST]
 
 
 def test_visits_are_short() -> None:
-    visits = [count for kind, count in lengths(iterate(lost(), 8192, coexec_s=2.0)) if not kind]
+    visits = [count for kind, count in lengths(iterate(lost(), 8192, coexec_s=1.1)) if not kind]
     assert set(visits) == {VISIT}
 
 
 def test_a_visit_that_wins_ends_the_rests() -> None:
     waiting = lost()
-    iterate(waiting, FIRST_REST, coexec_s=2.0)
+    iterate(waiting, FIRST_REST, coexec_s=1.1)
     assert not any(iterate(waiting, VISIT + UNDISTURBED + BLOCK, coexec_s=0.5))
-    assert waiting.lost is None
+    assert not waiting.lost
     assert waiting.next_rest == FIRST_REST
     iterate(waiting, TURNS - BLOCK, coexec_s=0.5)
     assert not waiting.resting
@@ -86,14 +96,22 @@ def test_turns_that_co_execution_wins_are_taken_less_and_less_often() -> None:
 
 def test_what_is_within_the_margin_does_not_rest() -> None:
     waiting = Waiting()
-    iterate(waiting, UNDISTURBED + TURNS, coexec_s=1.02)
+    iterate(waiting, UNDISTURBED + TURNS, 1.02)
     assert not waiting.resting
 
 
 def test_a_rest_ends_when_a_part_is_compiled_but_not_at_once() -> None:
     waiting = lost()
-    plain = iterate(waiting, LEAST_REST + VISIT, coexec_s=2.0, ended=1)
+    plain = iterate(waiting, LEAST_REST + VISIT, coexec_s=1.1, ended=1)
     assert lengths(plain) == [(True, LEAST_REST), (False, VISIT)]
+
+
+@pytest.mark.parametrize("coexec_s", [1.5, 2.0, 4.0])
+def test_a_visit_costs_little_of_the_rest_before_it(coexec_s: float) -> None:
+    waiting = lost(coexec_s)
+    for _ in range(4):
+        plain = iterate(waiting, LONGEST_REST, coexec_s, ended=1)
+        assert 0.0 < plain.count(False) * (coexec_s - 1.0) <= PRICE * plain.count(True) + VISIT * (coexec_s - 1.0)
 
 
 def test_a_rest_ends_at_once_when_all_is_compiled() -> None:
@@ -104,14 +122,14 @@ def test_a_rest_ends_at_once_when_all_is_compiled() -> None:
 
 def test_a_step_of_which_nothing_is_compiled_is_not_compared() -> None:
     waiting = Waiting()
-    assert not any(iterate(waiting, 10 * TURNS, coexec_s=2.0, compiling=False))
-    assert iterate(waiting, TURNS, coexec_s=2.0).count(True) == TURNS // 2  # it was undisturbed meanwhile
+    assert not any(iterate(waiting, 10 * TURNS, coexec_s=1.1, compiling=False))
+    assert iterate(waiting, TURNS, coexec_s=1.1).count(True) == TURNS // 2  # it was undisturbed meanwhile
     assert waiting.resting
 
 
 def test_turns_end_with_the_compilation() -> None:
     waiting = Waiting()
-    iterate(waiting, UNDISTURBED + BLOCK + 1, coexec_s=2.0)
+    iterate(waiting, UNDISTURBED + BLOCK + 1, coexec_s=1.1)
     assert waiting.plain_next()
     waiting.ended(True, 1.0, compiling=False)
     assert not waiting.plain_next()
@@ -120,19 +138,19 @@ def test_turns_end_with_the_compilation() -> None:
 def test_one_that_has_lost_rests_as_soon_as_something_is_compiled_again() -> None:
     waiting = lost()
     waiting.look(ended=1, running=0)
-    assert not any(iterate(waiting, 2 * VISIT, coexec_s=2.0, compiling=False))
-    iterate(waiting, 1, coexec_s=2.0)
+    assert not any(iterate(waiting, 2 * VISIT, coexec_s=1.1, compiling=False))
+    iterate(waiting, 1, coexec_s=1.1)
     assert waiting.resting
 
 
 def test_a_trace_or_a_fallback_begins_anew() -> None:
     waiting = Waiting()
     for _ in range(20):
-        assert not any(iterate(waiting, UNDISTURBED, coexec_s=2.0))
+        assert not any(iterate(waiting, UNDISTURBED, coexec_s=1.1))
         waiting.disturbed()
     waiting = lost()
     waiting.disturbed()
-    assert not any(iterate(waiting, UNDISTURBED + COUNTED, coexec_s=2.0))
+    assert not any(iterate(waiting, UNDISTURBED + COUNTED, coexec_s=1.1))
     assert waiting.resting
 
 
@@ -194,7 +212,7 @@ def work(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def two_segments(monkeypatch: pytest.MonkeyPatch, coexec_s: float = 2.0, **options: Any) -> Any:
+def two_segments(monkeypatch: pytest.MonkeyPatch, coexec_s: float = 1.1, **options: Any) -> Any:
     """A step whose iterations take `coexec_s` in co-execution, and a second in plain eager."""
     clock = Clock(coexec_s)
     monkeypatch.setattr(step_runner, "time", clock)
@@ -240,7 +258,7 @@ def test_a_step_that_is_slower_on_replay_rests_while_it_is_compiled(monkeypatch:
     before = step.stats()
     assert (before.phase, before.fallbacks) == ("eager", {})
     assert (
-        "eager: it runs plain eager until its segments are compiled: co-execution took 2000.000 ms, "
+        "eager: it runs plain eager until its segments are compiled: co-execution took 1100.000 ms, "
         "plain eager 1000.000 ms; co-execution is tried again after 64 calls at the latest"
     ) in step.explain()
     assert call_until(step, awake(step)) == FIRST_REST
@@ -300,10 +318,10 @@ def test_the_settled_trial_decides_once_nothing_is_compiled(monkeypatch: pytest.
 
 def test_a_block_rests_too(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = held(monkeypatch)
-    clock = Clock(2.0)
+    clock = Clock(1.1)
     monkeypatch.setattr(step_runner, "time", clock)
     x, phases = torch.linspace(0.1, 1.0, 16).reshape(4, 4), list[bool]()
-    for _ in range(2 * TURNS + FIRST_REST):
+    for _ in range(3 * TURNS + FIRST_REST):
         with coexec.step(name="a block that rests") as block:
             clock.pass_time()
             assert work(x, x).sum().item() != 0.0

@@ -34,6 +34,7 @@ class Comparison:
 class Turns:
     """Blocks of co-executed and of plain eager iterations by turns, so that both meet the same machine."""
 
+    blocks: int = BLOCKS
     turn: int = 0  # iterations that have ended
     eager_s: list[float] = field(default_factory=list)
     coexec_s: list[float] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Turns:
         if self.turn % BLOCK:
             (self.eager_s if plain else self.coexec_s).append(seconds)
         self.turn += 1
-        if self.turn < BLOCK * BLOCKS:
+        if self.turn < BLOCK * self.blocks:
             return None
         comparison = Comparison(quartile(self.coexec_s), quartile(self.eager_s))
         self.forget()

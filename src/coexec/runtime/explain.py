@@ -24,6 +24,8 @@ def explain(runner: StepRunner) -> str:
     lines = [f"step {runner.name}: {stats.phase}{_because(runner, stats)}", f"  {_calls(stats)}"]
     if runner.benefit.verdict:
         lines.append(f"  is it worth it? {runner.benefit.verdict}")
+    elif runner.waiting.latest is not None and not runner.rests():
+        lines.append(f"  is it worth it? While it is being compiled {runner.waiting.latest}")
     lines += _fallbacks(runner, stats)
     lines += _new_paths(runner, stats)
     lines += _graph(runner, stats)

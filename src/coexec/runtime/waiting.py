@@ -10,15 +10,18 @@ what is still to be compiled. Once nothing is compiled any more, :mod:`coexec.ru
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 from coexec.runtime.benefit import Comparison, Turns, quartile
 
 UNDISTURBED = 16  # co-executed iterations without a trace or a fallback, before the first comparison
+BLOCKS = 4  # of a comparison by turns: half of what decides for thousands of iterations, since a rest is soon over
 FIRST_REST = 64  # iterations; each rest is twice as long as the one before, up to LONGEST_REST
 LONGEST_REST = 1024
 LEAST_REST = 16  # iterations before a visit because a part of what is compiled is there
+PRICE = 0.1  # what a visit that loses may cost, as a share of the rest before it
 WAKING = 4  # iterations of a visit that adopt code and wake threads: not counted
 COUNTED = 8  # iterations of a visit that are compared with the rest before it
 PLAIN_COUNTED = 16  # the latest plain iterations that a visit is compared with
@@ -30,8 +33,9 @@ class Waiting:
 
     undisturbed: int = 0  # co-executed iterations since a trace, a fallback, a comparison or a rest
     wait: int = UNDISTURBED  # so many before the next comparison, and before a visit's iterations count
-    turns: Turns = field(default_factory=Turns)
-    lost: Comparison | None = None  # the latest comparison, if plain eager was faster
+    turns: Turns = field(default_factory=lambda: Turns(BLOCKS))
+    latest: Comparison | None = None
+    lost: bool = False  # the latest comparison: plain eager was faster
     left: int = 0  # iterations of the rest under way
     rested: int = 0  # iterations of it that have ended
     next_rest: int = FIRST_REST
@@ -47,7 +51,7 @@ class Waiting:
     def __str__(self) -> str:
         """What the step does in a rest, and why."""
         return (
-            f"runs plain eager until its segments are compiled: {self.lost}; "
+            f"runs plain eager until its segments are compiled: {self.latest}; "
             f"co-execution is tried again after {self.left} calls at the latest"
         )
 
@@ -68,7 +72,7 @@ class Waiting:
             ended: how many compilations of the step have ended and can be adopted.
             running: how many have not ended.
         """
-        if self.resting and (not running or (ended and self.rested >= LEAST_REST)):
+        if self.resting and (not running or (ended and self.rested >= self._least_rest())):
             self._visit()
 
     def ended(self, plain: bool, seconds: float, compiling: bool) -> None:
@@ -84,7 +88,7 @@ class Waiting:
         elif not compiling:
             self.turns.forget()
             self._count(plain, seconds)
-        elif self.lost is None and self.undisturbed >= self.wait:
+        elif not self.lost and self.undisturbed >= self.wait:
             self._take_turns(plain, seconds)
         else:
             self._count(plain, seconds)
@@ -118,29 +122,27 @@ class Waiting:
         if plain:
             self.eager_s.append(seconds)
         result = self.turns.ended(plain, seconds)
-        if result is None:
-            return
-        if result.slower:
-            self._start_rest(result)
-        else:
+        if result is not None:
             self.next_turns = min(2 * self.next_turns, LONGEST_REST)
-            self._won()
+            self._decide(result)
 
     def _judge_visit(self) -> None:
         """A visit is compared with the rest before it: turns would cost as much again."""
-        if self.lost is None or len(self.coexec_s) < COUNTED:
-            return
-        result = Comparison(quartile(self.coexec_s), quartile(self.eager_s))
-        if result.slower:
-            self._start_rest(result)
+        if self.lost and len(self.coexec_s) == COUNTED:
+            self._decide(Comparison(quartile(self.coexec_s), quartile(self.eager_s)))
+
+    def _decide(self, result: Comparison) -> None:
+        self.latest, self.lost = result, result.slower
+        if self.lost:
+            self.left, self.rested = max(self.next_rest, self._least_rest()), 0
+            self.next_rest = min(2 * self.next_rest, LONGEST_REST)
+            self.next_turns = UNDISTURBED
         else:
-            self._won()
+            self.next_rest = FIRST_REST
+            self._co_execute(self.next_turns)
 
-    def _won(self) -> None:
-        self.lost, self.next_rest = None, FIRST_REST
-        self._co_execute(self.next_turns)
-
-    def _start_rest(self, result: Comparison) -> None:
-        self.lost, self.left, self.rested = result, self.next_rest, 0
-        self.next_rest = min(2 * self.next_rest, LONGEST_REST)
-        self.next_turns = UNDISTURBED
+    def _least_rest(self) -> int:
+        """Iterations of which a visit is PRICE, as far as that is possible."""
+        assert self.latest is not None
+        cost = (WAKING + COUNTED) * (self.latest.coexec_s / self.latest.eager_s - 1)  # in plain iterations
+        return max(LEAST_REST, min(math.ceil(cost / PRICE), LONGEST_REST))
