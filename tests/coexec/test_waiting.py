@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -112,6 +113,17 @@ def test_a_visit_costs_little_of_the_rest_before_it(coexec_s: float) -> None:
     for _ in range(4):
         plain = iterate(waiting, LONGEST_REST, coexec_s, ended=1)
         assert 0.0 < plain.count(False) * (coexec_s - 1.0) <= PRICE * plain.count(True) + VISIT * (coexec_s - 1.0)
+
+
+def test_visits_that_describe_and_capture_are_dear_and_have_long_rests() -> None:
+    waiting = lost()
+    waiting.left = 1
+    iterate(waiting, 1, coexec_s=1.1)
+    iterate(waiting, WAKING, coexec_s=21.0)
+    iterate(waiting, COUNTED, coexec_s=1.1)
+    assert str(waiting.latest).startswith("co-execution took 1100.000 ms")
+    cost = WAKING * 20.0 + COUNTED * 0.1  # in plain iterations
+    assert waiting.left == math.ceil(cost / PRICE)
 
 
 def test_a_rest_ends_at_once_when_all_is_compiled() -> None:

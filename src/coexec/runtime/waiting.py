@@ -40,6 +40,8 @@ class Waiting:
     rested: int = 0  # iterations of it that have ended
     next_rest: int = FIRST_REST
     next_turns: int = UNDISTURBED  # `wait` once co-execution has won; doubled each time that it wins by turns
+    stint: int = 0  # co-executed iterations since a trace, a fallback, a comparison or a rest, those of turns included
+    stint_s: float = 0.0  # what they took; those that describe, capture and adopt take much longer
     coexec_s: deque[float] = field(default_factory=lambda: deque(maxlen=COUNTED))  # of the visit
     eager_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_COUNTED))  # of turns and rests
 
@@ -85,7 +87,10 @@ class Waiting:
         """
         if self.resting:
             self._rest(seconds)
-        elif not compiling:
+            return
+        if not plain:
+            self.stint, self.stint_s = self.stint + 1, self.stint_s + seconds
+        if not compiling:
             self.turns.forget()
             self._count(plain, seconds)
         elif not self.lost and self.undisturbed >= self.wait:
@@ -109,6 +114,7 @@ class Waiting:
     def _co_execute(self, wait: int) -> None:
         """Co-execution, from now on; what it takes counts after `wait` iterations."""
         self.undisturbed, self.wait = 0, wait
+        self.stint, self.stint_s = 0, 0.0
         self.coexec_s.clear()
 
     def _count(self, plain: bool, seconds: float) -> None:
@@ -142,7 +148,7 @@ class Waiting:
             self._co_execute(self.next_turns)
 
     def _least_rest(self) -> int:
-        """Iterations of which a visit is PRICE, as far as that is possible."""
+        """Iterations of which a visit like the latest one costs PRICE, as far as that is possible."""
         assert self.latest is not None
-        cost = (WAKING + COUNTED) * (self.latest.coexec_s / self.latest.eager_s - 1)  # in plain iterations
+        cost = (WAKING + COUNTED) * (self.stint_s / self.stint / self.latest.eager_s - 1)  # in plain iterations
         return max(LEAST_REST, min(math.ceil(cost / PRICE), LONGEST_REST))
