@@ -96,7 +96,7 @@ class Settings:
     cxx: str = _declare("", "the C++ compiler; empty: the first of g++, c++, clang++", env="CXX")
     keep: bool = _declare(
         False,
-        "1 keeps a settled step in co-execution, and a module on what was chosen for it, even where plain eager was "
+        "1 keeps a step in co-execution, and a module on what was chosen for it, even where plain eager was "
         "measured to be faster",
         env="COEXEC_KEEP",
     )

@@ -24,6 +24,8 @@ def explain(runner: StepRunner) -> str:
     lines = [f"step {runner.name}: {stats.phase}{_because(runner, stats)}", f"  {_calls(stats)}"]
     if runner.benefit.verdict:
         lines.append(f"  is it worth it? {runner.benefit.verdict}")
+    elif runner.waiting.latest is not None and not runner.rests():
+        lines.append(f"  is it worth it? While it is being compiled {runner.waiting.latest}")
     lines += _fallbacks(runner, stats)
     lines += _new_paths(runner, stats)
     lines += _graph(runner, stats)
@@ -39,6 +41,8 @@ def _because(runner: StepRunner, stats: StepStats) -> str:
         return f", because there is no native core: {error}"
     if runner.options.mode == "eager":
         return ", because of mode='eager'"
+    if runner.rests():
+        return f": it {runner.waiting}"
     if stats.phase == Phase.EAGER.value:
         return f", because {runner.policy.reason}{_again(runner.policy.rest)}"
     return _WORDS.get(stats.phase, "")
@@ -73,7 +77,7 @@ def _fallbacks(runner: StepRunner, stats: StepStats) -> Iterator[str]:
 
 def _new_paths(runner: StepRunner, stats: StepStats) -> Iterator[str]:
     """Where a step that does not settle keeps doing what it has not done before."""
-    if stats.phase == Phase.CO_EXECUTION.value or not runner.history.new_paths:
+    if stats.phase == Phase.CO_EXECUTION.value or runner.rests() or not runner.history.new_paths:
         return
     yield "  what was new, by the place where a call first did something that the graph did not know:"
     for place, count in runner.history.new_paths.most_common(PLACES):

@@ -418,11 +418,8 @@ class SegmentManager:
     # ------------------------------------------------------------------------------------------------- adopting
 
     def _adopt(self, native: Any) -> None:
-        now_s = time.monotonic()
-        if now_s - self._last_poll_s < POLL_INTERVAL_S:
+        if not self._collect():
             return
-        self._last_poll_s = now_s
-        mailbox.collect()
         adopted = False
         for segment, version in [(s, v) for s in self.segments for v in s.versions if v.state is State.COMPILING]:
             if (done := mailbox.take(version.job)) is None:
@@ -435,6 +432,30 @@ class SegmentManager:
             adopted = True
         if adopted:
             self._reinstall(native)
+
+    def _collect(self) -> bool:
+        """Takes what the worker has finished, unless that was done a moment ago: then it returns False."""
+        now_s = time.monotonic()
+        if now_s - self._last_poll_s < POLL_INTERVAL_S:
+            return False
+        self._last_poll_s = now_s
+        mailbox.collect()
+        return True
+
+    def jobs(self) -> tuple[int, int]:
+        """Returns how many compilations of this step have ended, to be adopted, and how many have not.
+
+        While no iteration is co-executed, nothing else looks at the worker, which starts its next job when asked.
+        """
+        self._collect()
+        jobs = self._jobs()
+        ended = sum(mailbox.has(job) for job in jobs)
+        if ended:
+            self._last_poll_s = 0.0  # the next co-executed iteration adopts
+        return ended, len(jobs) - ended
+
+    def _jobs(self) -> list[int]:
+        return [v.job for s in self.segments for v in s.versions if v.state is State.COMPILING]
 
     def _load(self, segment: ManagedSegment, version: Version, artifact: Artifact) -> None:
         version.key = artifact.key  # one for many sizes got its last observation after it was looked up
@@ -521,6 +542,10 @@ class SegmentManager:
         """Whether the plan or a segment's executor is about to change."""
         return self._stale or self.compiling()
 
+    def only_compiling(self) -> bool:
+        """Whether the plan stays as it is, and some executor is about to change."""
+        return not self._stale and self.compiling()
+
     def compiling(self) -> bool:
         """Whether the compile worker still has a segment of this step."""
         return any(v.state is State.COMPILING for s in self.segments for v in s.versions)
@@ -579,8 +604,7 @@ def wait_compiled(manager: SegmentManager, timeout_s: float) -> bool:
     deadline_s = time.monotonic() + timeout_s
     while True:
         mailbox.collect()
-        jobs = [v.job for s in manager.segments for v in s.versions if v.state is State.COMPILING]
-        if all(mailbox.has(job) for job in jobs):
+        if all(mailbox.has(job) for job in manager._jobs()):
             manager._last_poll_s = 0.0  # the next iteration adopts
             return True
         if time.monotonic() > deadline_s:

@@ -30,6 +30,7 @@ from coexec.runtime.late_errors import name_the_line, same_error
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
+from coexec.runtime.waiting import Waiting
 from coexec.trace.check import check_trace
 
 NATIVE_ACCESS = (
@@ -62,7 +63,7 @@ def _settle_overlaps() -> None:
 
 
 _trial = threading.local()
-"""`plain`: this thread is inside a plain eager iteration of a trial, in which steps that it calls are plain, too."""
+"""`plain`: this thread is in a plain eager iteration of a trial or a rest; steps that it calls are plain, too."""
 
 
 def _inside_plain_iteration() -> bool:
@@ -105,10 +106,12 @@ class StepRunner:
         self._stance: ForceEager | None = None  # of torch.compile, while an iteration runs
         self._started_s = 0.0
         self.benefit = BenefitTrial()
-        self._plain = False  # the running iteration is a plain one of a trial
+        self.waiting = Waiting()
+        self._plain = False  # the running iteration is a plain one of a trial or a rest
         self._python_s = 0.0  # of the latest co-executed call, stalls excluded
         self._stalled_before_s = 0.0  # in calls, when the running one began
         self._warning = ""  # to be issued when the iteration is over
+        self._announced = self.policy.phase
         _runners.add(self)
 
     @property
@@ -210,7 +213,7 @@ class StepRunner:
         self.counters.iterations += 1
         phase = self.policy.start_iteration()
         self._started_s = time.perf_counter()
-        self._plain = phase is Phase.CO_EXECUTION and self.benefit.plain_next()
+        self._plain = phase is Phase.CO_EXECUTION and self._plain_next()
         if self._plain:
             _trial.plain = True
             self._native.ran_plain()
@@ -228,6 +231,12 @@ class StepRunner:
             self._native.begin_trace(arguments, levels)
         return True
 
+    def _plain_next(self) -> bool:
+        """Whether this iteration is a plain one although the step co-executes: of a trial, or of a rest."""
+        if self.waiting.resting:
+            self.waiting.look(*self.segments.jobs())
+        return self.waiting.plain_next() or self.benefit.plain_next()
+
     def _end(self, completed: bool) -> None:
         """Finishes the iteration natively, then learns from it. A kernel's error is raised here.
 
@@ -237,6 +246,7 @@ class StepRunner:
         if native is None or native.phase == 0:
             self._release()
             self._weigh(completed)
+            self._announce()
             self._warn_once()
             return
         pending = False
@@ -254,6 +264,7 @@ class StepRunner:
             self._release()
             if not pending:
                 self._learn_or_forget(completed)
+            self._announce()
         self._warn_once()
 
     def _raised(self, error: BaseException, completed: bool) -> None:
@@ -320,6 +331,7 @@ class StepRunner:
         self.loops = LoopFolder()
         self.policy = PhasePolicy()
         self.benefit = BenefitTrial()
+        self.waiting = Waiting()
 
     def after_fork_in_child(self) -> None:
         """A call of another thread was under way, and that thread is not here: nobody will end it.
@@ -335,12 +347,6 @@ class StepRunner:
         self._forget()
 
     def _learn(self, completed: bool) -> None:
-        before = self.policy.phase
-        self._learn_from_iteration(completed)
-        if self.policy.phase is not before and debug_level() >= 1:
-            print(f"coexec: step {self.name}: {before.value} -> {self.policy.phase.value}", file=sys.stderr)
-
-    def _learn_from_iteration(self, completed: bool) -> None:
         native = self._native
         fallback = native.fallback
         if fallback is not None:
@@ -356,6 +362,7 @@ class StepRunner:
             self._weigh(completed)
             return
         self.benefit.changed()
+        self.waiting.disturbed()
         if fallback is None:
             self.counters.traced += 1
         if native.other_device:
@@ -399,7 +406,7 @@ class StepRunner:
             self.history.new_path(node.op, self._native.chain(node.location))
 
     def _weigh(self, completed: bool) -> None:
-        """Takes a plain or a co-executed iteration into the trial of whether co-execution pays."""
+        """Takes a plain or a co-executed iteration into the comparison of both."""
         plain, self._plain = self._plain, False
         if plain:
             _trial.plain = False
@@ -407,14 +414,27 @@ class StepRunner:
             return
         if self.policy.phase is Phase.EAGER:
             self.policy.rested(time.perf_counter() - self._started_s)
-        if self.policy.phase is not Phase.CO_EXECUTION:
+        if self.policy.phase is not Phase.CO_EXECUTION or self.options.mode == "lazy" or self.options.overlap:
             return
-        if self.options.mode == "lazy" or self.options.overlap:
-            return
-        if self.segments.changing() or settings().keep:
+        if settings().keep:
             self.benefit.changed()
-        elif self.benefit.ended(plain, time.perf_counter() - self._started_s):
+            self.waiting.disturbed()
+        else:
+            self._compare(plain, time.perf_counter() - self._started_s)
+
+    def _compare(self, plain: bool, seconds: float) -> None:
+        """Is co-execution worth it: so far, while segments are compiled, or at all."""
+        self.waiting.ended(plain, seconds, self.segments.only_compiling())
+        if self.segments.changing():
+            self.benefit.changed()
+        elif self.benefit.ended(plain, seconds):
             self.policy.not_worth_it()
+
+    def _announce(self) -> None:
+        """Says on stderr what the next call does if that has changed, for those who want to know."""
+        before, self._announced = self._announced, self._next_phase()
+        if self._announced is not before and debug_level() >= 1:
+            print(f"coexec: step {self.name}: {before.value} -> {self._announced.value}", file=sys.stderr)
 
     def _warn_once(self) -> None:
         """Outside of what a filter that makes it an error could leave half done."""
@@ -491,7 +511,14 @@ class StepRunner:
             return Phase.EAGER
         if native_if_ready() is None:
             return Phase.EAGER if native_error() is not None else Phase.BUILDING
-        return Phase.EAGER if self.options.mode == "eager" else self.policy.phase
+        return Phase.EAGER if self.options.mode == "eager" else self._next_phase()
+
+    def _next_phase(self) -> Phase:
+        return Phase.EAGER if self.rests() else self.policy.phase
+
+    def rests(self) -> bool:
+        """Returns whether the step waits in plain eager for its compiled code."""
+        return self.policy.phase is Phase.CO_EXECUTION and self.waiting.resting
 
     def stats(self) -> StepStats:
         """Returns a snapshot of the counters, of all calls to their end."""
