@@ -99,11 +99,11 @@ def computed_index(spec: SegmentSpec, any_size: bool = False) -> Op | None:
         spec: the segment.
         any_size: its constants may be sizes, which are others in other runs.
     """
-    known, values = {*_origins(spec), *(() if any_size else _constants(spec))}, spec.values()
+    known, values = {*_origins(spec), *(() if any_size else constants(spec))}, spec.values()
     return next((op for op in spec.ops if any(found[0] not in known for found in indices(op, values))), None)
 
 
-def _constants(spec: SegmentSpec) -> set[int]:
+def constants(spec: SegmentSpec) -> set[int]:
     """The values that are made of constants alone."""
     found: dict[int, int] = {}  # value: its storage
     for op in spec.ops:

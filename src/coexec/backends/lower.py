@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from coexec.backends.aliasing import Plan, check_writes, plan_inputs
+from coexec.backends.divisions import call_division, divides_toward_zero
 from coexec.backends.draws import call_draw, return_unused_draws
 from coexec.backends.fed import NotLowerableError, call_fed, has_fed
 from coexec.backends.ops import Overload, call, decode, draws, flatten_results, resolve, torch_dtype, written_values
@@ -271,6 +272,8 @@ class _Lowering:
             return call_draw(op, overload, named)
         if overload.base in NONE_BELOW_ZERO:
             named["index"] = _too_large_if_below_zero(named["self"], named["dim"], named["index"])
+        if divides_toward_zero(overload, named):
+            return [call_division(overload, named)]
         if op.op in SPELLED_OUT:
             return SPELLED_OUT[op.op](named)
         if overload.base.startswith("_foreach_") and self.writes_one_for_another(op):
