@@ -69,32 +69,14 @@ def divisors(i: int, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.arange(LENGTH) % 2 == 0, positive, -positive if dtype is not torch.uint8 else 3).to(dtype)
 
 
-def discards(pair: Pair) -> int:
-    """How often the results of a compiled segment were nobody's."""
-    segments = pair.step._runner.segments.segments
-    return sum(version.native.discards for segment in segments for version in segment.versions)
-
-
-def to_compiled_turn(pair: Pair) -> None:
-    """Compiled code and replay take turns at first: ends before a turn of the compiled code."""
-    before = pair.compiled_runs()
-    pair.run(2)
-    assert pair.compiled_runs() > before, pair.why()
-    for _ in range(2):
-        before = pair.compiled_runs()
-        pair.run(1)
-        if pair.compiled_runs() == before:
-            return
-
-
 def both_raise(pair: Pair, arguments: list[object]) -> None:
-    before, texts = discards(pair), []
+    before, texts = pair.discards(), []
     for step in (pair.eager.step, pair.step):
         with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
             step(*arguments)
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
-    assert discards(pair) == before + 1, pair.why()
+    assert pair.discards() == before + 1, pair.why()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
@@ -120,7 +102,7 @@ def test_an_integer_division_by_a_tensor_with_a_zero(dtype: torch.dtype) -> None
 
     pair = Pair(make)
     pair.settle()
-    to_compiled_turn(pair)
+    pair.to_compiled_turn()
     for k, kind in enumerate(BY_TENSORS):
         for place in (0, LENGTH - 1):
             given = list(arguments(pair.iteration))
@@ -155,7 +137,7 @@ def test_an_integer_division_by_a_number_that_becomes_zero(dtype: torch.dtype) -
 
     pair = Pair(make)
     pair.settle()
-    to_compiled_turn(pair)
+    pair.to_compiled_turn()
     for k in range(len(BY_NUMBERS)):
         given = list(arguments(pair.iteration))
         given[1 + k] = 0

@@ -98,8 +98,8 @@ MASKED = torch.arange(24).view(6, 4)
 
 CHECKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "binary cross entropy": lambda x, n: nn.functional.binary_cross_entropy(x.sigmoid() + (n > 4), torch.zeros(6, 4)),
-    "masked_scatter": lambda x, n: x.masked_scatter(MASKED < n * 5, torch.zeros(20)),
-    "masked_scatter_": lambda x, n: x.clone().masked_scatter_(MASKED < n * 5, torch.zeros(20)),
+    "masked_scatter": lambda x, n: x.masked_scatter(n * 5 > MASKED, torch.zeros(20)),
+    "masked_scatter_": lambda x, n: x.clone().masked_scatter_(n * 5 > MASKED, torch.zeros(20)),
     "index_reduce": lambda x, n: x.index_reduce(0, torch.arange(2) + n, x[:2] * 2, "amax"),
     "index_reduce_": lambda x, n: x.clone().index_reduce_(0, torch.arange(2) + n, x[:2] * 2, "amax"),
     "put": lambda x, n: x.put(n * 5, torch.ones(1)),
