@@ -32,14 +32,16 @@ def checked_op(spec: SegmentSpec) -> Op | None:
 
 
 def _probabilities(named: Named) -> torch.Tensor:
-    """Not so: NaN, too."""
-    x, target = named["self"], named["target"]
+    """All of them are; NaN is none."""
+    x: torch.Tensor = named["self"]
+    target: torch.Tensor = named["target"]
     return ((x >= 0) & (x <= 1) & (target >= 0) & (target <= 1)).all()
 
 
 def _enough(named: Named) -> torch.Tensor:
-    """As many elements as the mask has set."""
-    return named["mask"].expand_as(named["self"]).sum() <= named["source"].numel()
+    """The source has as many elements as the mask has set."""
+    mask: torch.Tensor = named["mask"]
+    return mask.expand_as(named["self"]).sum() <= named["source"].numel()
 
 
 CHECKS: dict[str, Callable[[Named], torch.Tensor]] = {
