@@ -41,7 +41,8 @@ def _probabilities(named: Named) -> torch.Tensor:
 def _enough(named: Named) -> torch.Tensor:
     """The source has as many elements as the mask has set."""
     mask: torch.Tensor = named["mask"]
-    return mask.expand_as(named["self"]).sum() <= named["source"].numel()
+    source: torch.Tensor = named["source"]
+    return mask.expand_as(named["self"]).sum() <= source.numel()
 
 
 CHECKS: dict[str, Callable[[Named], torch.Tensor]] = {
