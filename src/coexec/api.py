@@ -97,7 +97,7 @@ class CoExecutable:
     def reset(self) -> None:
         """Forgets everything learned; the next call starts with tracing."""
         runner, self._runner = self._runner, StepRunner(self._runner.name, self._options, self._runner.place)
-        runner.complete()
+        runner.retire()
 
     # ------------------------------------------------------------------------------- behaving like what is wrapped
 
@@ -150,7 +150,8 @@ class CoExecModule(torch.nn.Module):
     def __getattribute__(self, name: str) -> Any:
         if name in _MODULE_OWN or (name.startswith("__") and name not in ("__dict__",)):
             return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "_orig_mod"), name)
+        value = getattr(object.__getattribute__(self, "_orig_mod"), name)
+        return _wrapper_for_itself(self, value) if name in _RETURN_THEMSELVES and inspect.ismethod(value) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._orig_mod, name, value)
@@ -183,13 +184,8 @@ class CoExecModule(torch.nn.Module):
         container: Any = self._orig_mod
         return item in container
 
-    def train(self, mode: bool = True) -> CoExecModule:
-        self._orig_mod.train(mode)
-        return self
-
-    def eval(self) -> CoExecModule:
-        self._orig_mod.eval()
-        return self
+    def __bool__(self) -> bool:
+        return bool(self._orig_mod)
 
     def stats(self) -> StepStats:
         """As CoExecutable.stats."""
@@ -217,9 +213,24 @@ class CoExecModule(torch.nn.Module):
         step.timeline(path)
 
 
-_MODULE_OWN = frozenset(
-    {"_orig_mod", "_step", "train", "eval", "stats", "explain", "wait_compiled", "trace_graph", "timeline"}
+_MODULE_OWN = frozenset({"_orig_mod", "_step", "stats", "explain", "wait_compiled", "trace_graph", "timeline"})
+
+_RETURN_THEMSELVES = frozenset(
+    {"apply", "bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "ipu", "mtia", "requires_grad_"}
+    | {"share_memory", "to", "to_empty", "train", "type", "xpu"}
 )
+"""Methods of a module whose result is the module: `model = model.to(device)` must not lose the wrapper."""
+
+
+def _wrapper_for_itself(wrapper: CoExecModule, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The wrapped module's method, which returns the wrapper where it returned the module."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        return wrapper if result is wrapper._orig_mod else result
+
+    return call
 
 
 @overload
@@ -294,7 +305,8 @@ def _no_step(function: Callable[..., Any]) -> str:
     return ""
 
 
-_blocks: dict[Any, StepRunner] = {}
+_blocks: dict[tuple[str, Options], StepRunner] = {}
+"""By name (or place) and options; empty again after `reset`."""
 
 
 class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_grad
@@ -309,21 +321,27 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
         checked = make_options(**options)
         settings()  # as in `compile`
         frame = sys._getframe(1)
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        runner = StepRunner(name or place, checked, short_place(frame.f_code.co_filename, frame.f_lineno))
-        self._runner = _blocks.setdefault((name or place, checked), runner)
-        self._active = False
+        self._key = (name or f"{frame.f_code.co_filename}:{frame.f_lineno}", checked)
+        self._place = short_place(frame.f_code.co_filename, frame.f_lineno)
+        self._entered: StepRunner | None = None
+
+    @property
+    def _runner(self) -> StepRunner:
+        """Of all blocks with this name and these options: a new one after `reset`."""
+        name, options = self._key
+        return _blocks.get(self._key) or _blocks.setdefault(self._key, StepRunner(name, options, self._place))
 
     def __enter__(self) -> step:
-        self._active = not disabled() and self._runner.enter(1)
+        runner = self._runner
+        self._entered = runner if not disabled() and runner.enter(1) else None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._active:
-            self._active = False
-            self._runner.leave(completed=kind is None)
+        runner, self._entered = self._entered, None
+        if runner is not None:
+            runner.leave(completed=kind is None)
 
     def stats(self) -> StepStats:
         """Returns what the step has done so far, counted."""
@@ -359,5 +377,5 @@ def reset() -> None:
         for compiled in list(_live):
             stack.callback(compiled.reset)
         for runner in _blocks.values():
-            stack.callback(runner.complete)
+            stack.callback(runner.retire)
         _blocks.clear()

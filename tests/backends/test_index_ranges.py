@@ -20,6 +20,17 @@ INTEGERS = torch.tensor([0, 2, 1])
 SCORES = torch.randn(3, 5)
 TABLE = torch.randn(7, 4)
 
+
+def added_in_a_list(index: torch.Tensor) -> torch.Tensor:
+    torch._foreach_add_([index], 1)
+    return index
+
+
+def added_to_the_rest(index: torch.Tensor) -> torch.Tensor:
+    torch._foreach_add_([index[1:]], 1)
+    return index
+
+
 CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, bool, int | None]]]] = {
     "embedding": (lambda i: F.embedding(i, TABLE), [(7, False, None)]),
     "through views and copies": (
@@ -51,6 +62,8 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[tuple[int, b
     "overwritten by a copy of what is computed": (lambda i: F.embedding(i.clone().copy_(i + 1), TABLE), []),
     "computed": (lambda i: F.embedding(i + 1, TABLE), []),
     "overwritten": (lambda i: F.embedding(i.clone().add_(1), TABLE), []),
+    "overwritten in a list": (lambda i: F.embedding(added_in_a_list(i.clone()), TABLE), []),
+    "overwritten in a list through a view": (lambda i: F.embedding(added_to_the_rest(i.clone()), TABLE), []),
     "no index": (lambda i: TABLE[:3] * i[:, None], []),
 }
 
@@ -89,6 +102,7 @@ def test_backward_of_an_embedding_and_a_loss() -> None:
 
 FOUND_ONLY_IN_THE_RUN = {
     "pixels", "cast to what may wrap around", "overwritten by a copy of what is computed", "computed", "overwritten",
+    "overwritten in a list", "overwritten in a list through a view",
 }  # fmt: skip
 
 
@@ -107,6 +121,15 @@ def test_an_index_made_of_constants_is_known_unless_they_are_sizes() -> None:
     assert op.op == "aten::embedding"
     spec = record(lambda recorder: [F.embedding(torch.arange(3).add_(INTEGERS), TABLE)]).spec
     assert computed_index(spec) is not None
+
+
+def test_a_constant_that_an_op_without_results_changes_is_none() -> None:
+    def step(recorder: object) -> list[torch.Tensor]:
+        index = torch.arange(3)
+        torch._foreach_add_([index], [INTEGERS])
+        return [F.embedding(index, TABLE)]
+
+    assert computed_index(record(step).spec) is not None
 
 
 def test_what_writes_in_place_is_not_compiled_with_a_computed_index(tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ class Pair:
         """How often a compiled segment ran so far."""
         return int(self.step._runner._native.stats()["compiled_runs"])
 
+    def discards(self) -> int:
+        """How often the results of a compiled segment were nobody's."""
+        segments = self.step._runner.segments.segments
+        return sum(version.native.discards for segment in segments for version in segment.versions)
+
+    def to_compiled_turn(self) -> None:
+        """Compiled code and replay take turns at first: runs until the compiled code is next."""
+        before = self.compiled_runs()
+        self.run(2)
+        assert self.compiled_runs() > before, self.why()
+        for _ in range(2):
+            before = self.compiled_runs()
+            self.run(1)
+            if self.compiled_runs() == before:
+                return
+
     def _once(self, i: int) -> None:
         self._resume(self._ours)
         expected = self._call(self.eager.step, self.eager, i)

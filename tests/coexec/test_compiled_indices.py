@@ -195,3 +195,70 @@ def test_memory_of_the_user_is_not_written_at_an_index_out_of_range() -> None:
     before = pair.compiled_runs()
     pair.run(3)
     assert pair.compiled_runs() > before, pair.why()
+
+
+WITHOUT_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "chosen rows": lambda table, index: table.index_select(0, index),
+    "along a dimension": lambda table, index: torch.take_along_dim(table, index[:, None].repeat(1, 8), 0),
+    "filled rows": lambda table, index: table.index_fill(0, index, 3.0),
+    "reduced rows": lambda table, index: table.index_reduce(0, index, table[:1].expand(LENGTH, -1) * 2, "amax"),
+    "copied rows": lambda table, index: table.index_copy(0, index, torch.full((LENGTH, 8), 2.0)),
+    "reduced": lambda table, index: table.scatter_reduce(0, index[:, None], torch.ones(LENGTH, 1), "amax"),
+    "bags": lambda table, index: F.embedding_bag(index.view(-1, 4), table),
+    "largest of bags": lambda table, index: F.embedding_bag(index.view(-1, 4), table, mode="max"),
+    "classes": lambda table, index: F.nll_loss(table.t()[:1].expand(LENGTH, -1), index),
+    "pixels": lambda table, index: F.nll_loss(table.t()[:1, :, None].expand(1, -1, LENGTH), index[None]),
+    "flat": lambda table, index: table.take(index),
+    "put": lambda table, index: table.put(index, torch.ones(LENGTH)),
+}
+"""(float32[WORDS, 8], int64[LENGTH] below WORDS) to anything."""
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")  # it is said to be in beta
+def test_a_computed_index_without_gradients() -> None:
+    """Below zero and above: what eager takes, and what it says of the rest."""
+
+    def make() -> Program:
+        def step(table: Tensor, *words: Tensor) -> list[Tensor]:
+            table = table.tanh() + 1
+            results = [use(table, index - 1) for use, index in zip(WITHOUT_GRADIENTS.values(), words, strict=True)]
+            return [F.hardswish(result) * 2 for result in results]
+
+        return Program(step, arguments.__getitem__)
+
+    arguments = {i: [table_of(i), *(words_of(i, k) + 1 for k in range(len(WITHOUT_GRADIENTS)))] for i in range(200)}
+    pair = Pair(make)
+    pair.settle()
+    taken = set()
+    for k, kind in enumerate(WITHOUT_GRADIENTS):
+        for wrong in (-1, 1000):
+            pair.to_compiled_turn()
+            given = list(arguments[pair.iteration])
+            given[1 + k] = given[1 + k].clone()
+            given[1 + k][777] = wrong + 1
+            if (expected := error_of(pair.eager.step, given)) is None:
+                taken.add((kind, wrong))
+                arguments[pair.iteration] = given
+                pair.run(1)
+            else:
+                before = pair.discards()
+                assert repr(error_of(pair.step, given)) == repr(expected), kind
+                assert pair.discards() == before + 1, f"{kind}: {pair.why()}"
+    around = {("along a dimension", -1), ("along a dimension", 1000)}  # eager takes the rest of a division
+    assert taken == around | {(kind, -1) for kind in ("filled rows", "flat", "put")}
+
+
+def error_of(step: Callable[..., object], given: list[Tensor]) -> Exception | None:
+    try:
+        step(*given)
+    except (IndexError, RuntimeError) as error:
+        return error
+    return None
+
+
+def table_of(i: int) -> Tensor:
+    return torch.randn(WORDS, 8, generator=torch.Generator().manual_seed(i))
+
+
+def words_of(i: int, k: int) -> Tensor:
+    return torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(1000 * i + k))

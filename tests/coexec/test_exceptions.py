@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -89,6 +90,37 @@ def test_nll_target_out_of_range_caught_outside_the_function_that_ran_it() -> No
             return loss.item()
 
         return Program(step, lambda i: (batch(i), labels(i) + (100 if i in BAD else 0)), lambda: (model, optimizer))
+
+    check(make, n=14)
+
+
+MASKED = torch.arange(24).view(6, 4)
+
+CHECKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "binary cross entropy": lambda x, n: nn.functional.binary_cross_entropy(x.sigmoid() + (n > 4), torch.zeros(6, 4)),
+    "masked_scatter": lambda x, n: x.masked_scatter(n * 5 > MASKED, torch.zeros(20)),
+    "masked_scatter_": lambda x, n: x.clone().masked_scatter_(n * 5 > MASKED, torch.zeros(20)),
+    "index_reduce": lambda x, n: x.index_reduce(0, torch.arange(2) + n, x[:2] * 2, "amax"),
+    "index_reduce_": lambda x, n: x.clone().index_reduce_(0, torch.arange(2) + n, x[:2] * 2, "amax"),
+    "put": lambda x, n: x.put(n * 5, torch.ones(1)),
+    "embedding_renorm_": lambda x, n: nn.functional.embedding(n, x * 9, max_norm=1.0),
+    "max_unpool": lambda x, n: nn.functional.max_unpool2d(x[None, None, :2, :2], (n * 3).expand(1, 1, 2, 2), 2),
+}
+"""(float32[6, 4], int64[1]) to anything: kernels that raise where the number is above 4."""
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")  # it is said to be in beta
+@pytest.mark.parametrize("kind", CHECKED)
+def test_what_a_kernel_says_of_values_is_caught_where_it_is_used(kind: str) -> None:
+    def make() -> Program:
+        def step(x: torch.Tensor, number: torch.Tensor) -> Any:
+            h = x * 2.0
+            try:
+                return CHECKED[kind](h, number), "fine"
+            except (RuntimeError, IndexError) as error:
+                return h, str(error).splitlines()[0]
+
+        return Program(step, lambda i: (batch(i), torch.tensor([9 if i in BAD else 4])))
 
     check(make, n=14)
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -194,6 +195,50 @@ def test_a_module_wrapper_of_a_container_is_a_container() -> None:
     assert list(wrapped) == list(model)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.to(torch.float64), lambda m: m.float(), lambda m: m.double(), lambda m: m.half(),
+        lambda m: m.bfloat16(), lambda m: m.cpu(), lambda m: m.type(torch.float64), lambda m: m.requires_grad_(False),
+        lambda m: m.apply(lambda part: None), lambda m: m.share_memory(), lambda m: m.to_empty(device="cpu"),
+        lambda m: m.train(), lambda m: m.eval(), lambda m: m.train(mode=False),
+    ],
+)  # fmt: skip
+def test_a_module_wrapper_is_what_methods_return_that_return_the_module(change: Callable[[Any], Any]) -> None:
+    model, reference = mlp(), mlp()
+    wrapped = exact(model)
+    assert change(wrapped) is wrapped
+    change(reference)
+    expected, got = ([(p.dtype, p.requires_grad) for p in m.parameters()] for m in (reference, model))
+    assert expected == got
+    assert wrapped.training == reference.training
+
+
+def test_a_module_wrapper_returns_what_a_method_of_that_name_returns() -> None:
+    class Odd(nn.Linear):
+        type = "linear"
+
+        def cpu(self) -> Any:
+            return self.weight
+
+    wrapped = exact(Odd(2, 2))
+    assert wrapped.type == "linear"
+    assert wrapped.cpu() is wrapped.weight
+
+
+def test_a_module_wrapper_is_as_true_as_the_module() -> None:
+    class Switch(nn.Module):
+        on = False
+
+        def __bool__(self) -> bool:
+            return self.on
+
+    assert exact(nn.Linear(2, 2))
+    assert exact(mlp())
+    assert not exact(nn.Sequential())
+    assert not exact(Switch())
+
+
 def test_a_module_wrapper_survives_copy_and_pickle() -> None:
     seed_all(0)
     wrapped = exact(mlp())
@@ -380,6 +425,49 @@ def test_reset_forgets_and_learns_again() -> None:
     coexec.reset()
     assert step.stats().iterations == 0
     assert torch.equal(step(batch(0)), batch(0) * 2)
+
+
+def test_reset_forgets_what_a_block_has_learned() -> None:
+    def block() -> Any:
+        return coexec.step("to be reset", backend="replay", numerics="exact")
+
+    held = block()
+    for i in range(5):
+        with held:
+            batch(i).mul(2)
+    assert held.stats().phase == "co-execution"
+    coexec.reset()
+    assert held.stats().phase == "tracing"
+    assert held.stats().iterations == 0
+    with block():
+        batch(0).mul(2)
+    assert held.stats().iterations == 1
+
+
+def test_reset_inside_a_block() -> None:
+    block = coexec.step("reset inside", backend="replay", numerics="exact")
+    for i in range(5):
+        with block:
+            doubled = batch(i).mul(2)
+            if i == 3:
+                coexec.reset()
+        assert torch.equal(doubled, batch(i) * 2)
+    assert block.stats().iterations == 1
+
+
+def test_a_block_that_is_made_anew_in_each_pass_has_one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    class Counting(coexec.api.StepRunner):
+        def __init__(self, name: str, *args: Any) -> None:
+            made.append(name)
+            super().__init__(name, *args)
+
+    monkeypatch.setattr(coexec.api, "StepRunner", Counting)
+    for i in range(5):
+        with coexec.step("made once", backend="replay"):
+            batch(i).mul(2)
+    assert made == ["made once"]
 
 
 def test_the_graph_prints_itself() -> None:

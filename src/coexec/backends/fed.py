@@ -16,6 +16,7 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
 from torch._prims_common import elementwise_dtypes
 
+from coexec.backends.divisions import toward_zero
 from coexec.backends.ops import Fed, Overload, resolve
 from coexec.errors import CoexecError
 
@@ -125,6 +126,8 @@ def _scaled(n: Named) -> Any:
 
 
 def _div(n: Named) -> Any:
+    if n.get("rounding_mode") == "trunc" and not torch.result_type(n["self"], n["other"]).is_floating_point:
+        return toward_zero(n["self"], n["other"])
     return torch.div(n["self"], n["other"], rounding_mode=n.get("rounding_mode"))
 
 

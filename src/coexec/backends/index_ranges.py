@@ -2,7 +2,7 @@
 
 Eager raises an IndexError for an index that is out of range. A compiled loop finds it in the middle of its work, when a
 segment that writes in place has written already. So the native core looks at such inputs before a run, and replays
-where one is out of range. Indices that a segment computes are for `index_errors.py`. Imports no torch.
+where one is out of range. Indices that a segment computes are for `index_errors.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from coexec.backends.ops import written_values
 from coexec.backends.spec import (
     Arg,
     Const,
@@ -77,19 +78,23 @@ def _origins(spec: SegmentSpec) -> dict[int, frozenset[int]]:
         for position, entry in enumerate(spec.inputs)
         if isinstance(entry, TensorInput) and entry.value.id in values
     }
+    storages = {v.id: v.storage for v in spec.values().values()}
     for op in spec.ops:
         used = [value for arg in op.args for value in used_values(arg)]
         taken = used[1:] if op.op == "aten::copy_" else used if op.op in SAME_ELEMENTS else []
-        for out in op.outs:
-            if out is None or out.id not in values:
-                continue
-            passes = taken and all(value in origins and keeps_indices(values[value], out) for value in taken)
-            elements = frozenset[int]().union(*(origins[value] for value in taken)) if passes else frozenset[int]()
-            if out.id in used:  # written in place
-                origins = {value: of for value, of in origins.items() if values[value].storage != out.storage}
-            if elements:
-                origins[out.id] = elements
+        elements = frozenset[int]().union(*(origins.get(value, ()) for value in taken))
+        kept = [
+            out for out in op.outs if out is not None and out.id in values and _all_from(taken, origins, values, out)
+        ]
+        written = {storages[value] for value in written_values(op)}
+        origins = {value: of for value, of in origins.items() if storages[value] not in written}
+        origins.update((out.id, elements) for out in kept)
     return origins
+
+
+def _all_from(taken: list[int], origins: dict[int, frozenset[int]], values: dict[int, Value], out: Value) -> bool:
+    """Whether every element of `out` is an index of an input, as it was there."""
+    return bool(taken) and all(value in origins and keeps_indices(values[value], out) for value in taken)
 
 
 def computed_index(spec: SegmentSpec, any_size: bool = False) -> Op | None:
@@ -99,22 +104,23 @@ def computed_index(spec: SegmentSpec, any_size: bool = False) -> Op | None:
         spec: the segment.
         any_size: its constants may be sizes, which are others in other runs.
     """
-    known, values = {*_origins(spec), *(() if any_size else _constants(spec))}, spec.values()
+    known, values = {*_origins(spec), *(() if any_size else constants(spec))}, spec.values()
     return next((op for op in spec.ops if any(found[0] not in known for found in indices(op, values))), None)
 
 
-def _constants(spec: SegmentSpec) -> set[int]:
+def constants(spec: SegmentSpec) -> set[int]:
     """The values that are made of constants alone."""
     found: dict[int, int] = {}  # value: its storage
+    storages = {v.id: v.storage for v in spec.values().values()}
     for op in spec.ops:
         used = [value for arg in op.args for value in used_values(arg)]
         fed = any(fed_inputs(arg) for arg in op.args)
         constant = not fed and (op.op.startswith(CREATORS) if not used else all(value in found for value in used))
-        for out in op.outs:
-            if out is not None and constant:
-                found[out.id] = out.storage
-            elif out is not None:
-                found = {value: storage for value, storage in found.items() if storage != out.storage}
+        if constant:
+            found.update((out.id, out.storage) for out in op.outs if out is not None)
+        else:
+            written = {storages[value] for value in written_values(op)}
+            found = {value: storage for value, storage in found.items() if storage not in written}
     return set(found)
 
 

@@ -27,6 +27,7 @@ from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule
 
+from coexec.backends.divisions import unknown_divisor
 from coexec.backends.expressions import NotExpressibleError
 from coexec.backends.fed import NotLowerableError
 from coexec.backends.guards import guards_of, holds
@@ -39,6 +40,7 @@ from coexec.backends.publish import check_generated_code, place_publishes, regis
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.symbolic import SymbolicSpec
 from coexec.backends.trim import without_input_checks
+from coexec.backends.value_checks import checked_op
 
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
 
@@ -129,10 +131,16 @@ def _compile(spec: SegmentSpec, folder: Path, symbolic: Symbolic | None, setting
 
 def refuse_what_cannot_be_undone(spec: SegmentSpec, any_size: bool) -> None:
     """Errors: NotLowerableError where the segment could fail in its middle when it has written memory of the user."""
-    if spec.mode == "commit" and (op := computed_index(spec, any_size)):
+    if spec.mode != "commit":
+        return
+    if op := computed_index(spec, any_size):
         raise NotLowerableError(
             op.op, "its index is computed in a segment that writes in place, and may be out of range"
         )
+    if op := unknown_divisor(spec, any_size):
+        raise NotLowerableError(op.op, "its integer divisor may be zero in a segment that writes in place")
+    if op := checked_op(spec):
+        raise NotLowerableError(op.op, "its kernel may raise in a segment that writes in place")
 
 
 def _digest_of_code(code: str, folder: Path) -> str:

@@ -15,8 +15,9 @@ from coexec.backends.symbolic import SymbolicSpec
 from coexec.intercept import toolchain
 
 LOWERING_FILES = (
-    "aliasing.py", "draws.py", "expressions.py", "fed.py", "guards.py", "index_errors.py", "inductor.py", "layout.py",
-    "lower.py", "ops.py", "publish.py", "results.py", "spec_json.py", "symbolic.py", "trim.py",
+    "aliasing.py", "divisions.py", "draws.py", "expressions.py", "fed.py", "guards.py", "index_errors.py",
+    "inductor.py", "layout.py", "lower.py", "ops.py", "publish.py", "results.py", "spec_json.py", "symbolic.py",
+    "trim.py", "value_checks.py",
 )  # fmt: skip
 """Our code that decides what an artifact computes and how: a change of one of them makes new keys."""
 

@@ -1,7 +1,8 @@
 """From a segment to one functional FX graph: no in-place ops, no views of written memory, Inductor's decompositions.
 
 The graph takes `spec.inputs` in order and returns `spec.outputs` (in mode ``functional`` followed by the new content of
-`spec.mutated`; in mode ``commit`` the graph ends in `copy_` into those inputs), and then draws that nobody uses.
+`spec.mutated`; in mode ``commit`` the graph ends in `copy_` into those inputs), and then checks and draws that nobody
+uses.
 A publish is a call of `coexec_lower::mark` where its value is computed; :mod:`coexec.backends.publish` turns it into
 the real op once the graph is optimized.
 """
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from coexec.backends.aliasing import Plan, check_writes, plan_inputs
+from coexec.backends.divisions import call_division, divides_toward_zero
 from coexec.backends.draws import call_draw, return_unused_draws
 from coexec.backends.fed import NotLowerableError, call_fed, has_fed
 from coexec.backends.ops import Overload, call, decode, draws, flatten_results, resolve, torch_dtype, written_values
@@ -36,6 +38,7 @@ from coexec.backends.spec import (
     used_values,
 )
 from coexec.backends.symbolic import SymbolicSpec
+from coexec.backends.value_checks import note_unless_right
 
 aten = torch.ops.aten
 
@@ -214,6 +217,7 @@ class _Lowering:
         self.spec, self.plan = spec, plan
         self.recorded = spec.values()
         self.tensors: dict[int, torch.Tensor] = {}
+        self.checks: list[torch.Tensor] = []  # returned, so that nobody leaves them out
         self.storages_seen = {v.storage for v in spec.input_values()}
         self.publishes: dict[int, list[Publish]] = {}
         for publish in spec.publishes:
@@ -229,9 +233,10 @@ class _Lowering:
             outputs = [_plain(self.tensors[v]) for v in self.spec.outputs]
             contents = [_plain(self.tensors[self.spec.input_value(p).id]) for p in self.spec.mutated]
             bases = {p: _plain(self.functional[p]) for p in self.plan.written_bases}
+            checks = [_plain(check) for check in self.checks]
         finally:
             torch._disable_functionalization()
-        return self.finish(inputs, outputs, contents, bases)
+        return self.finish(inputs, outputs, contents, bases) + checks
 
     def bind_inputs(self) -> None:
         """Give every input its tensor; members of a written group become views of the group's base."""
@@ -271,6 +276,10 @@ class _Lowering:
             return call_draw(op, overload, named)
         if overload.base in NONE_BELOW_ZERO:
             named["index"] = _too_large_if_below_zero(named["self"], named["dim"], named["index"])
+        if (check := note_unless_right(overload, named)) is not None:
+            self.checks.append(check)
+        if divides_toward_zero(overload, named):
+            return [call_division(overload, named)]
         if op.op in SPELLED_OUT:
             return SPELLED_OUT[op.op](named)
         if overload.base.startswith("_foreach_") and self.writes_one_for_another(op):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import has_side_effect
 from torch.utils._ordered_set import OrderedSet
 
@@ -180,8 +180,3 @@ CUSTOM_CALL = re.compile(
 
 KERNEL_CALL = re.compile(r"^ +(?:\w+\()?(?:aoti_torch_(?:cpu|mkldnn|mkl)\w+|cpp_fused\w*)\(", re.MULTILINE)
 """A kernel's call in generated C++."""
-
-
-def marks_in(graph: GraphModule) -> int:
-    """How many marks a lowered graph holds."""
-    return sum(str(n.target) == "coexec_lower.mark.default" for n in graph.graph.nodes)

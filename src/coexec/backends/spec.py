@@ -166,7 +166,7 @@ class Publish:
 class SegmentSpec:
     """One segment. The artifact is called with `inputs` in order and returns `outputs`, then in mode ``functional`` the
     new content of each of `mutated`, in that input's sizes and any layout: the caller copies it. What it returns beyond
-    that are draws that nobody uses, and is ignored."""
+    that are checks and draws that nobody uses, and is ignored."""
 
     storages: tuple[Storage, ...]
     inputs: tuple[TensorInput | NumberInput, ...]

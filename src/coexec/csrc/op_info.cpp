@@ -62,15 +62,17 @@ ArgClass classify(const c10::Argument& a) {
 
 // Kernels that check values, not only shapes: an error can come although the very same shapes ran before.
 bool checks_values(const std::string& base) {
-  static const std::unordered_set<std::string> names = {"embedding", "embedding_dense_backward", "_embedding_bag",
-      "_embedding_bag_forward_only", "index", "index_put_", "index_put", "_index_put_impl_", "index_select",
-      "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "gather", "scatter",
-      "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "take", "put_",
-      "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "one_hot", "multinomial", "bincount",
-      "multi_margin_loss", "multilabel_margin_loss_forward", "_ctc_loss", "histc", "cholesky", "cholesky_inverse",
-      "cholesky_solve", "bernoulli", "bernoulli_", "normal", "normal_", "binomial", "poisson", "_assert_async",
-      "_assert_scalar", "repeat_interleave", "segment_reduce", "_segment_reduce_backward", "grid_sampler_2d",
-      "bucketize", "searchsorted", "geqrf", "ormqr", "_standard_gamma", "_sample_dirichlet"};
+  static const std::unordered_set<std::string> names = {"embedding", "embedding_dense_backward", "embedding_renorm",
+      "embedding_renorm_", "_embedding_bag", "_embedding_bag_forward_only", "index", "index_put_", "index_put",
+      "_index_put_impl_", "_unsafe_index", "index_select", "index_add", "index_add_", "index_copy", "index_copy_",
+      "index_fill", "index_fill_", "index_reduce", "index_reduce_", "gather", "scatter", "scatter_", "scatter_add",
+      "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_scatter", "masked_scatter_", "take", "put", "put_",
+      "nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward", "binary_cross_entropy",
+      "one_hot", "multinomial", "bincount", "multi_margin_loss", "multilabel_margin_loss_forward", "_ctc_loss",
+      "max_unpool2d", "max_unpool3d", "histc", "cholesky", "cholesky_inverse", "cholesky_solve", "bernoulli",
+      "bernoulli_", "normal", "normal_", "binomial", "poisson", "_assert_async", "_assert_scalar", "repeat_interleave",
+      "segment_reduce", "_segment_reduce_backward", "grid_sampler_2d", "bucketize", "searchsorted", "geqrf", "ormqr",
+      "_standard_gamma", "_sample_dirichlet"};
   return names.count(base) || base.rfind("linalg_", 0) == 0 || base.rfind("_linalg_", 0) == 0;
 }
 

@@ -113,7 +113,7 @@ class _Table:
         return -1 if len(set(sizes)) == 1 else self.expression(sizes, f"the size that index range {number} is for")
 
     def distance(self, built: Sequence[BuiltSegment], number: int) -> int:
-        """The expression of how far two inputs lie apart in memory that is written, or -1 if it is always the same."""
+        """The expression of how far two inputs lie apart in written memory, or -1 if that is always the same."""
         distances = [one.native["distances"][number][2] for one in built]
         name = f"the distance of inputs {built[0].native['distances'][number][:2]}"
         return -1 if len(set(distances)) == 1 else self.expression(distances, name)

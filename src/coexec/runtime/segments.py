@@ -14,6 +14,7 @@ import itertools
 import json
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ class SegmentManager:
         if debug_level() >= 2:
             check_plan(self.plan, planned_for)
         cut = cut_segments(planned_for, self.plan, native.bytes_written, late=self._late)
-        known = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}
+        known, under_way = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}, self._jobs()
         make = _native_core().PlannedSegment
         self.segments = [
             replace(known[_sort_of(planned)], planned=planned)
@@ -150,6 +151,7 @@ class SegmentManager:
             else ManagedSegment(planned, planned.nodes, make(list(planned.nodes)), self._stays_on_replay(planned))
             for planned in cut.segments
         ]
+        mailbox.drop(under_way - self._jobs())
         self._abandon_capture(native)
         self._described = False
         self._reinstall(native)
@@ -178,6 +180,13 @@ class SegmentManager:
         """Another manager takes over: nothing of this one is left under way."""
         self._abandon_capture(native)
         native.describing = False
+        mailbox.drop(self._jobs())
+        self.segments = []
+        self.graph_changed()
+
+    def _jobs(self) -> set[int]:
+        """What the compile worker still has of it, or has finished and nobody has looked at."""
+        return {v.job for s in self.segments for v in s.versions if v.state is State.COMPILING}
 
     def _reinstall(self, native: Any) -> None:
         prefer = self.options.dynamic is True
@@ -590,6 +599,13 @@ class Mailbox:
     def take(self, job: int) -> Finished | None:
         """Returns and forgets the end of a job, or None if it runs."""
         return self._finished.pop(job, None)
+
+    def drop(self, jobs: Iterable[int]) -> None:
+        """Stops jobs whose end nobody will take."""
+        for job in jobs:
+            if _worker is not None and not _worker.cancel(job):
+                self.collect()
+                self._finished.pop(job, None)
 
     def has(self, job: int) -> bool:
         """Whether the job's end is waiting to be taken."""

@@ -110,6 +110,7 @@ class StepRunner:
         self._plain = False  # the running iteration is a plain one of a trial or a rest
         self._python_s = 0.0  # of the latest co-executed call, stalls excluded
         self._stalled_before_s = 0.0  # in calls, when the running one began
+        self._retired = False  # what it has learned is not wanted any more
         self._warning = ""  # to be issued when the iteration is over
         self._announced = self.policy.phase
         _runners.add(self)
@@ -288,6 +289,25 @@ class StepRunner:
             with self._lock:
                 self._complete()
 
+    def retire(self) -> None:
+        """Nobody will call it again: waits as `complete` does, and leaves nothing under way.
+
+        A call that is running goes on to its end first.
+        """
+        self._retired = True
+        try:
+            self.complete()
+        finally:
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._abandon()
+                finally:
+                    self._lock.release()
+
+    def _abandon(self) -> None:
+        if self._native is not None:
+            self.segments.abandon(self._native)
+
     def _complete(self) -> None:
         """Under the lock."""
         native = self._native
@@ -321,10 +341,13 @@ class StepRunner:
         except BaseException:  # an interrupt half-way: Python's and the native graph may differ, so neither is kept
             self._forget()
             raise
+        if self._retired:
+            self._abandon()
 
     def _forget(self) -> None:
         if self._native is not None:
             self._native.stop()
+            self._abandon()
         self._native = None
         self.graph = TraceGraph()
         self.segments = SegmentManager(self.options, self.where)
