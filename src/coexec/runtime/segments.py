@@ -463,9 +463,6 @@ class SegmentManager:
             self._last_poll_s = 0.0  # the next co-executed iteration adopts
         return ended, len(jobs) - ended
 
-    def _jobs(self) -> list[int]:
-        return [v.job for s in self.segments for v in s.versions if v.state is State.COMPILING]
-
     def _load(self, segment: ManagedSegment, version: Version, artifact: Artifact) -> None:
         version.key = artifact.key  # one for many sizes got its last observation after it was looked up
         try:
