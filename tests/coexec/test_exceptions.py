@@ -125,6 +125,46 @@ def test_what_a_kernel_says_of_values_is_caught_where_it_is_used(kind: str) -> N
     check(make, n=14)
 
 
+DIVISIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b,
+    "number % tensor": lambda a, b: 7 % b,
+    "fmod": torch.fmod,
+    "trunc": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "in place": lambda a, b: a.clone().floor_divide_(b),
+}
+
+
+@pytest.mark.parametrize("kind", DIVISIONS)
+def test_an_integer_division_by_zero_is_caught_where_it_is(kind: str) -> None:
+    def make() -> Program:
+        def step(a: torch.Tensor, b: torch.Tensor) -> Any:
+            a = a * 2
+            try:
+                return DIVISIONS[kind](a, b), "fine"
+            except RuntimeError as error:
+                return a, str(error)
+
+        return Program(step, lambda i: (labels(i), labels(i) * 0 + (0 if i in BAD else 3)))
+
+    check(make, n=14)
+
+
+@pytest.mark.parametrize("kind", DIVISIONS)
+def test_a_division_of_floats_behind_a_handler_does_not_keep_python_waiting(kind: str) -> None:
+    def make() -> Program:
+        def step(a: torch.Tensor, b: torch.Tensor, n: torch.Tensor) -> Any:
+            try:
+                return DIVISIONS[kind](a * 2.0, b), DIVISIONS[kind](a, n * 0.5), n // 3
+            finally:
+                b = b + 1
+
+        return Program(step, lambda i: (batch(i), batch(i + 1), torch.ones(4, dtype=torch.int64)))
+
+    out = check(make)
+    assert out.compiled._runner.wait_counts().get("sync", 0) == 0
+
+
 def test_dropout_behind_a_handler_does_not_keep_python_waiting() -> None:
     def make() -> Program:
         def step(x: torch.Tensor, share: float) -> Any:

@@ -76,6 +76,14 @@ bool checks_values(const std::string& base) {
   return names.count(base) || base.rfind("linalg_", 0) == 0 || base.rfind("_linalg_", 0) == 0;
 }
 
+// Divisions that have an integer result where both operands are integers.
+bool divides(const std::string& name, std::string base) {
+  if (!base.empty() && base.back() == '_')
+    base.pop_back();
+  return base == "floor_divide" || base == "remainder" || base == "fmod" ||
+      (base == "div" && name.find("_mode") != std::string::npos);
+}
+
 // Arithmetic that nothing but a number too large makes fail. (Not what a zero, a negative power or a rounding mode
 // does.)
 bool takes_any_number(const std::string& name, std::string base) {
@@ -140,6 +148,7 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
   i->random = op.hasTag(at::Tag::nondeterministic_seeded);
   i->probability = i->name == "aten::bernoulli_.float" || i->name == "aten::bernoulli.p" ? 1 : -1;
   i->may_raise = i->probability < 0 && checks_values(base);
+  i->divides = divides(i->name, base);
   i->takes_any_number = takes_any_number(i->name, base);
   i->list_op = i->name == "aten::unbind.int" ? ListOp::Unbind
       : i->name == "aten::stack"             ? ListOp::Stack

@@ -50,6 +50,7 @@ struct OpInfo {
   bool allocates = false; // returns uninitialized memory (aten::empty and its kin)
   ListOp list_op = ListOp::None;
   bool may_raise = false; // the kernel checks values (an index, a factorization ...)
+  bool divides = false; // and rounds: of integers, a kernel that raises if it divides by zero
   bool takes_any_number = false; // that its dtype can hold: arithmetic
   int16_t probability = -1; // this argument is a number from 0 to 1: all that the kernel checks beyond shapes
 };

@@ -96,6 +96,12 @@ bool is_mask(const at::Tensor& index) {
   return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
 }
 
+// An integer division by a tensor, seen once it has its result: of floats, nothing raises.
+bool divides_integers(const OpInfo& info, c10::ArrayRef<c10::IValue> args, c10::ArrayRef<c10::IValue> results) {
+  return info.divides && args[1].isTensor() && !args[1].toTensor().unsafeGetTensorImpl()->is_wrapped_number() &&
+      results[0].isTensor() && at::isIntegralType(results[0].toTensor().scalar_type(), /*includeBool=*/true);
+}
+
 bool writes_argument(const OpInfo& info, c10::ArrayRef<c10::IValue> args, int16_t arg) {
   if (info.args[arg].writes)
     return true;
@@ -144,6 +150,8 @@ void Recorder::record(const OpInfo* info, const OpIdentity& id, bool guarded, co
       ops.pop_back();
     throw;
   }
+  if (guarded && t.kind == Kind::Compute && divides_integers(*info, before, torch::jit::last(*stack, info->n_returns)))
+    t.kind = Kind::Sync;
   if (t.kind != Kind::Fetch)
     describe_outputs(t, before, torch::jit::last(*stack, info->n_returns));
   if (t.kind == Kind::Sync)
