@@ -35,8 +35,8 @@ SAME_ELEMENTS = frozenset(
 )  # fmt: skip
 """Ops of whose results every element is an element of an argument."""
 
-CREATORS = ("aten::arange", "aten::full", "aten::ones", "aten::scalar_tensor", "aten::zeros")
-"""Beginnings of the names of ops that make a tensor from numbers alone."""
+CREATORS = ("aten::arange", "aten::full", "aten::ones", "aten::randperm", "aten::scalar_tensor", "aten::zeros")
+"""Beginnings of the names of ops that make a tensor from numbers alone: the same ones each time, in any order."""
 
 INDEX_DTYPES = ("int64", "int32")
 GIVEN_DTYPES = (*INDEX_DTYPES, "int16", "int8", "uint8", "bool", "float32", "float64")
