@@ -447,11 +447,20 @@ class StepRunner:
 
     def _compare(self, plain: bool, seconds: float) -> None:
         """Is co-execution worth it: so far, while segments are compiled, or at all."""
-        self.waiting.ended(plain, seconds, self.segments.only_compiling())
-        if self.segments.changing():
+        self.waiting.ended(plain, seconds, self.segments.only_compiling(), self._python_s)
+        if why := self.waiting.hopeless:
+            self._stop_waiting(why)
+        elif self.segments.changing():
             self.benefit.changed()
         elif self.benefit.ended(plain, seconds):
             self.policy.not_worth_it()
+
+    def _stop_waiting(self, why: str) -> None:
+        """Nothing more is compiled: plain eager, tried again after a long rest."""
+        self.segments.abandon(self._native)
+        self.waiting = Waiting()
+        self.benefit.verdict = why
+        self.policy.not_worth_it()
 
     def _announce(self) -> None:
         """Says on stderr what the next call does if that has changed, for those who want to know."""
