@@ -95,8 +95,14 @@ def environment(result: dict[str, Any]) -> str:
         f"{machine['torch']}, Python {machine['python']}, {machine['torch_threads']} threads; load when it began: "
         f"{machine['load_average'][0]}. {plan['warm_steps']} steps of warm-up, then {plan['rounds']} rounds by turns "
         f"of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn."
-        f"{in_parts(result)}{limited(plan)}{sized}"
+        f"{in_parts(result)}{limited(plan)}{sized}{left_out(result)}"
     )
+
+
+def left_out(result: dict[str, Any]) -> str:
+    """Returns which programs the run was not asked for, in words."""
+    missing = [name for name in catalog.PROGRAMS if name not in result["programs"]]
+    return f" Not part of this run: {', '.join(missing)}." if missing else ""
 
 
 def in_parts(result: dict[str, Any]) -> str:

@@ -180,6 +180,7 @@ def test_the_page_has_every_figure_and_its_charts(tmp_path: Path) -> None:
         "fetch 2.0 (1.00 ms)",
         "these figures say nothing about speed",
         "All of it had 40 minutes",
+        "Not part of this run: resnet50, ",
         "every batch has another length, as texts do.",
         "- converts, wrong: jit.trace model; jit.trace model: `step 2: loss is 1`",
         "- coexec kept: 190 of 200 steps co-executed, 8 traced; fallbacks: 2 new path; 1 branches, 4 loops",

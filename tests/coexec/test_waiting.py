@@ -121,7 +121,7 @@ def test_what_python_alone_takes_longer_for_is_hopeless(python_s: float, hopeles
     assert waiting.resting
     assert bool(waiting.hopeless) == hopeless
     if hopeless:
-        assert "took 1200.000 ms, waits excluded, plain eager 1000.000 ms in all" in waiting.hopeless
+        assert "took 1200.000 ms of a core, plain eager 1000.000 ms in all" in waiting.hopeless
 
 
 def test_nothing_is_hopeless_that_has_not_lost() -> None:

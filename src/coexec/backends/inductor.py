@@ -40,7 +40,7 @@ from coexec.backends.publish import check_generated_code, place_publishes, regis
 from coexec.backends.spec import SegmentSpec
 from coexec.backends.symbolic import SymbolicSpec
 from coexec.backends.trim import without_input_checks
-from coexec.backends.value_checks import checked_op
+from coexec.backends.value_checks import op_not_to_be_undone
 
 LOW_PRECISION = frozenset({"float16", "bfloat16"})
 
@@ -139,7 +139,7 @@ def refuse_what_cannot_be_undone(spec: SegmentSpec, any_size: bool) -> None:
         )
     if op := unknown_divisor(spec, any_size):
         raise NotLowerableError(op.op, "its integer divisor may be zero in a segment that writes in place")
-    if op := checked_op(spec):
+    if op := op_not_to_be_undone(spec):
         raise NotLowerableError(op.op, "its kernel may raise in a segment that writes in place")
 
 

@@ -26,9 +26,13 @@ def note_unless_right(overload: Overload, named: Named) -> torch.Tensor | None:
     return torch.div(torch.ones_like(right), right, rounding_mode="floor")
 
 
-def checked_op(spec: SegmentSpec) -> Op | None:
-    """The first op of a segment that is looked at here."""
-    return next((op for op in spec.ops if resolve(op.op).base.removesuffix("_") in CHECKS), None)
+def op_not_to_be_undone(spec: SegmentSpec) -> Op | None:
+    """The first op of a segment that may not raise where the segment writes in place.
+
+    A loss may: what is written because of it comes later, so that a step with a loss like that is worth compiling. (Its
+    error has the compiler's words then, and statistics that a layer before it has updated may be those from before.)
+    """
+    return next((op for op in spec.ops if resolve(op.op).base.removesuffix("_") in CHECKS.keys() - LOSSES), None)
 
 
 def _probabilities(named: Named) -> torch.Tensor:
@@ -50,3 +54,5 @@ CHECKS: dict[str, Callable[[Named], torch.Tensor]] = {
     "masked_scatter": _enough,
 }
 """By the op's name without the underscore of what works in place: is all right? bool[]"""
+
+LOSSES = frozenset({"binary_cross_entropy"})

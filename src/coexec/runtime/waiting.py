@@ -27,7 +27,7 @@ LEAST_REST = 16  # iterations before a visit because a part of what is compiled 
 PRICE = 0.1  # what a visit that loses may cost, as a share of the rest before it
 WAKING = 4  # iterations of a visit that adopt code and wake threads: not counted
 COUNTED = 8  # iterations of a visit that are compared with the rest before it
-HOPELESS = 1.15  # times plain eager that Python's part of a co-executed iteration takes
+HOPELESS = 1.15  # times plain eager that Python has a core in a co-executed iteration
 PYTHON_COUNTED = 24  # the latest co-executed iterations whose Python is looked at
 PLAIN_COUNTED = 16  # the latest plain iterations that a visit is compared with
 
@@ -49,7 +49,7 @@ class Waiting:
     stint_s: float = 0.0  # what they took; those that describe, capture and adopt take much longer
     coexec_s: deque[float] = field(default_factory=lambda: deque(maxlen=COUNTED))  # of the visit
     eager_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_COUNTED))  # of turns and rests
-    python_s: deque[float] = field(default_factory=lambda: deque(maxlen=PYTHON_COUNTED))  # co-executed, waits excluded
+    python_s: deque[float] = field(default_factory=lambda: deque(maxlen=PYTHON_COUNTED))  # co-executed ones, on a core
 
     @property
     def resting(self) -> bool:
@@ -72,7 +72,7 @@ class Waiting:
         if python_s <= HOPELESS * eager_s:
             return ""
         return (
-            f"Python's part of a co-executed call took {python_s * 1e3:.3f} ms, waits excluded, plain eager "
+            f"Python's part of a co-executed call took {python_s * 1e3:.3f} ms of a core, plain eager "
             f"{eager_s * 1e3:.3f} ms in all: no compiled code makes up for that"
         )
 
@@ -104,7 +104,8 @@ class Waiting:
             plain: it was a plain eager one.
             seconds: how long the call took.
             compiling: segments of the step are being compiled, and nothing else about it changes.
-            python_s: how long Python worked in a co-executed one, waits excluded.
+            python_s: how long Python had a core in a co-executed one. (Not how long it took beside the graph, which
+                takes cores from it while it is replayed.)
         """
         if self.resting:
             self._rest(seconds)
