@@ -53,9 +53,6 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now_s
 
-    def thread_time(self) -> float:
-        return self.now_s
-
     def pass_time(self) -> None:
         self.now_s += 1.0 if torch._C._dispatch_tls_is_dispatch_key_included("Fake") is False else self.coexec_s
 

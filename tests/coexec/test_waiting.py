@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -108,31 +107,6 @@ def test_a_rest_ends_when_a_part_is_compiled_but_not_at_once() -> None:
     assert lengths(plain) == [(True, LEAST_REST), (False, VISIT)]
 
 
-def iterate_with_python(waiting: Waiting, n: int, coexec_s: float, python_s: float) -> None:
-    for _ in range(n):
-        plain = waiting.plain_next()
-        waiting.ended(plain, 1.0 if plain else coexec_s, True, python_s)
-
-
-@pytest.mark.parametrize(("python_s", "hopeless"), [(0.5, False), (1.05, False), (1.2, True)])
-def test_what_python_alone_takes_longer_for_is_hopeless(python_s: float, hopeless: bool) -> None:
-    waiting = Waiting()
-    iterate_with_python(waiting, UNDISTURBED + TURNS, coexec_s=3.0, python_s=python_s)
-    assert waiting.resting
-    assert bool(waiting.hopeless) == hopeless
-    if hopeless:
-        assert "took 1200.000 ms of a core, plain eager 1000.000 ms in all" in waiting.hopeless
-
-
-def test_nothing_is_hopeless_that_has_not_lost() -> None:
-    waiting = Waiting()
-    iterate_with_python(waiting, UNDISTURBED + TURNS, coexec_s=0.9, python_s=1.2)
-    assert not waiting.hopeless
-    waiting = Waiting()
-    iterate_with_python(waiting, UNDISTURBED, coexec_s=3.0, python_s=1.2)
-    assert not waiting.hopeless
-
-
 @pytest.mark.parametrize("coexec_s", [1.5, 2.0, 4.0])
 def test_a_visit_costs_little_of_the_rest_before_it(coexec_s: float) -> None:
     waiting = lost(coexec_s)
@@ -214,7 +188,6 @@ class HeldWorker:
 
     def __init__(self, worker: CompileWorker | None = None) -> None:
         self.worker, self.cache, self.jobs, self.ready = worker, EmptyCache(), list[int](), list[Finished]()
-        self.dropped = list[int]()
 
     def submit(self, spec: Any, snapshot: Path, **options: Any) -> int:
         if self.worker is not None:
@@ -229,7 +202,6 @@ class HeldWorker:
         return ready
 
     def cancel(self, job: int) -> bool:
-        self.dropped.append(job)
         return True
 
     def fail(self, job: int) -> None:
@@ -311,19 +283,6 @@ def test_a_step_that_is_slower_on_replay_rests_while_it_is_compiled(monkeypatch:
     assert call_until(step, resting(step)) == VISIT
     assert call_until(step, awake(step)) == 2 * FIRST_REST
     assert step.stats().fallbacks == {}
-
-
-def test_a_step_whose_python_alone_takes_longer_does_not_wait_for_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, step = held(monkeypatch), two_segments(monkeypatch, coexec_s=2.0)  # all of it is Python's, by that clock
-    assert call_until(step, lambda: step.stats().phase == "eager") >= UNDISTURBED + TURNS
-    assert worker.dropped == worker.jobs
-    assert "eager, because plain eager is faster; co-execution is tried again after 4096 calls" in step.explain()
-    assert re.search(r"is it worth it\? Python's part of a co-executed call took (1999|2000)\.", step.explain())
-    assert step.wait_compiled(1.0)
-    assert step.stats().fallbacks == {}
-    call_until(step, lambda: step.stats().iterations == 4300, limit=4300)
-    assert step.stats().phase == "eager"
-    assert len(worker.jobs) == 4, "once more, after a long rest"
 
 
 def test_a_step_that_gains_on_replay_never_rests(monkeypatch: pytest.MonkeyPatch) -> None:

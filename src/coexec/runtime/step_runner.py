@@ -109,8 +109,6 @@ class StepRunner:
         self.waiting = Waiting()
         self._plain = False  # the running iteration is a plain one of a trial or a rest
         self._python_s = 0.0  # of the latest co-executed call, stalls excluded
-        self._core_started_s = 0.0
-        self._core_s = 0.0  # that Python had a core in the latest co-executed call
         self._stalled_before_s = 0.0  # in calls, when the running one began
         self._retired = False  # what it has learned is not wanted any more
         self._warning = ""  # to be issued when the iteration is over
@@ -227,7 +225,6 @@ class StepRunner:
             self._native.name_error = name_the_line
         module.settle_overlaps()  # of other steps: what they left to be done comes before this iteration
         self._started_s, self._stalled_before_s = time.perf_counter(), self._native.stalled_in_calls_s
-        self._core_started_s = time.thread_time()
         self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
             self._native.begin_coexec(arguments, levels, self.options.mode == "lazy", self._may_overlap())
@@ -265,7 +262,6 @@ class StepRunner:
         finally:
             stalled_s = native.stalled_in_calls_s - self._stalled_before_s
             self._python_s = time.perf_counter() - self._started_s - stalled_s
-            self._core_s = time.thread_time() - self._core_started_s
             self._release()
             if not pending:
                 self._learn_or_forget(completed)
@@ -451,20 +447,11 @@ class StepRunner:
 
     def _compare(self, plain: bool, seconds: float) -> None:
         """Is co-execution worth it: so far, while segments are compiled, or at all."""
-        self.waiting.ended(plain, seconds, self.segments.only_compiling(), self._core_s)
-        if why := self.waiting.hopeless:
-            self._stop_waiting(why)
-        elif self.segments.changing():
+        self.waiting.ended(plain, seconds, self.segments.only_compiling())
+        if self.segments.changing():
             self.benefit.changed()
         elif self.benefit.ended(plain, seconds):
             self.policy.not_worth_it()
-
-    def _stop_waiting(self, why: str) -> None:
-        """Nothing more is compiled: plain eager, tried again after a long rest."""
-        self.segments.abandon(self._native)
-        self.waiting = Waiting()
-        self.benefit.verdict = why
-        self.policy.not_worth_it()
 
     def _announce(self) -> None:
         """Says on stderr what the next call does if that has changed, for those who want to know."""

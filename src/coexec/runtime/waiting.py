@@ -5,10 +5,7 @@
 
 Compiling can take minutes, and steps with much Python are two to three times slower on replay. A rest is plain eager,
 and ends when something was compiled, or by itself: only co-executed iterations adopt code, and describe and capture
-what is still to be compiled. Once nothing is compiled any more, :mod:`coexec.runtime.benefit` decides.
-
-A step of which Python's part alone takes longer than plain eager does not wait: no compiled code makes up for that.
-No torch.
+what is still to be compiled. Once nothing is compiled any more, :mod:`coexec.runtime.benefit` decides. No torch.
 """
 
 from __future__ import annotations
@@ -27,8 +24,6 @@ LEAST_REST = 16  # iterations before a visit because a part of what is compiled 
 PRICE = 0.1  # what a visit that loses may cost, as a share of the rest before it
 WAKING = 4  # iterations of a visit that adopt code and wake threads: not counted
 COUNTED = 8  # iterations of a visit that are compared with the rest before it
-HOPELESS = 1.15  # times plain eager that Python has a core in a co-executed iteration
-PYTHON_COUNTED = 24  # the latest co-executed iterations whose Python is looked at
 PLAIN_COUNTED = 16  # the latest plain iterations that a visit is compared with
 
 
@@ -49,7 +44,6 @@ class Waiting:
     stint_s: float = 0.0  # what they took; those that describe, capture and adopt take much longer
     coexec_s: deque[float] = field(default_factory=lambda: deque(maxlen=COUNTED))  # of the visit
     eager_s: deque[float] = field(default_factory=lambda: deque(maxlen=PLAIN_COUNTED))  # of turns and rests
-    python_s: deque[float] = field(default_factory=lambda: deque(maxlen=PYTHON_COUNTED))  # co-executed ones, on a core
 
     @property
     def resting(self) -> bool:
@@ -63,19 +57,6 @@ class Waiting:
             f"co-execution is tried again after {self.left} calls at the latest"
         )
 
-    @property
-    def hopeless(self) -> str:
-        """Why compiled code cannot make co-execution as fast as plain eager; '' if it may."""
-        if not self.lost or self.latest is None or len(self.python_s) < COUNTED:
-            return ""
-        python_s, eager_s = quartile(self.python_s), self.latest.eager_s
-        if python_s <= HOPELESS * eager_s:
-            return ""
-        return (
-            f"Python's part of a co-executed call took {python_s * 1e3:.3f} ms of a core, plain eager "
-            f"{eager_s * 1e3:.3f} ms in all: no compiled code makes up for that"
-        )
-
     def plain_next(self) -> bool:
         """Whether the next iteration is a plain eager one."""
         return self.resting or self.turns.plain_next()
@@ -83,7 +64,6 @@ class Waiting:
     def disturbed(self) -> None:
         """An iteration was traced or fell back: what was measured is not what comes."""
         self.turns.forget()
-        self.python_s.clear()
         self.left = 0
         self._co_execute(self.next_turns)
 
@@ -97,22 +77,19 @@ class Waiting:
         if self.resting and (not running or (ended and self.rested >= self._least_rest())):
             self._visit()
 
-    def ended(self, plain: bool, seconds: float, compiling: bool, python_s: float = 0.0) -> None:
+    def ended(self, plain: bool, seconds: float, compiling: bool) -> None:
         """An iteration ended normally.
 
         Args:
             plain: it was a plain eager one.
             seconds: how long the call took.
             compiling: segments of the step are being compiled, and nothing else about it changes.
-            python_s: how long Python had a core in a co-executed one. (Not how long it took beside the graph, which
-                takes cores from it while it is replayed.)
         """
         if self.resting:
             self._rest(seconds)
             return
         if not plain:
             self.stint, self.stint_s = self.stint + 1, self.stint_s + seconds
-            self.python_s.append(python_s)
         if not compiling:
             self.turns.forget()
             self._count(plain, seconds)
