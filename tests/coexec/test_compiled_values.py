@@ -63,3 +63,34 @@ def test_what_a_kernel_would_refuse_is_refused_in_compiled_code() -> None:
             assert texts[0] == texts[1], kind
             assert pair.discards() == before + 1, f"{kind}: {pair.why()}"
     pair.run(3)
+
+
+def test_a_loss_that_may_raise_in_a_segment_that_writes_in_place() -> None:
+    """It is compiled all the same: nothing that depends on the loss has been written when it raises."""
+
+    def make() -> Program:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(300, 300) * 0.1)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.binary_cross_entropy((x @ weight).sigmoid(), target)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Program(step, lambda i: (torch.randn(8, 300), torch.rand(8, 300)), lambda: {"weight": weight})
+
+    pair = Pair(make)
+    pair.settle()
+    before = pair.compiled_runs()
+    pair.run(3)
+    assert pair.compiled_runs() > before, pair.why()
+    assert "commit: inductor" in pair.why()
+    x, target = torch.randn(8, 300), torch.rand(8, 300)
+    x[3] = float("nan")
+    for step in (pair.eager.step, pair.step):
+        with pytest.raises(RuntimeError):
+            step(x, target)
+    pair.run(3)
