@@ -51,3 +51,12 @@ def gate(the_gate: Gate) -> Iterator[Gate]:
     the_gate.open()
     yield the_gate
     the_gate.open()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Only a loop on several threads is a parallel region, which no exception can leave."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,8 @@ A bare division would end the process, and torch's kernels note the zero for `fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from tests.coexec.harness import Program
 from tests.coexec.test_compiled import Pair
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("two_threads")]
 
 LENGTH = 4099  # no multiple of a vector's length
 
@@ -48,15 +49,6 @@ BY_NUMBERS: dict[str, Callable[[Tensor, int], Tensor]] = {
 """(integers[LENGTH], a number that changes) to integers."""
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """An exception cannot leave a loop on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def integers(i: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(i)
     return torch.randint(0 if dtype is torch.uint8 else -99, 100, (LENGTH,), generator=generator).to(dtype)
@@ -79,28 +71,29 @@ def both_raise(pair: Pair, arguments: list[object]) -> None:
     assert pair.discards() == before + 1, pair.why()
 
 
+def training(divisions: dict[str, Callable[..., Tensor]], arguments: Callable[[int], tuple[Any, ...]]) -> Program:
+    """A step that trains on all quotients of its first argument by the others."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(LENGTH))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(a: Tensor, *by: Any) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad()
+        total = torch.stack([divide(a, b).long() for divide, b in zip(divisions.values(), by, strict=True)])
+        loss = ((weight.tanh() + 1) * total.sum(0).tanh()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), total
+
+    return Program(step, arguments, lambda: weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8], ids=str)
 def test_an_integer_division_by_a_tensor_with_a_zero(dtype: torch.dtype) -> None:
-    def make() -> Program:
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(LENGTH))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-
-        def step(a: Tensor, *by: Tensor) -> tuple[Tensor, Tensor]:
-            optimizer.zero_grad()
-            results = [divide(a, b) for divide, b in zip(BY_TENSORS.values(), by, strict=True)]
-            total = torch.stack([r.long() for r in results])
-            loss = ((weight.tanh() + 1) * total.sum(0).tanh()).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach(), total
-
-        return Program(step, arguments, lambda: weight)
-
     def arguments(i: int) -> tuple[Tensor, ...]:
         return integers(i, dtype), *(divisors(100 * i + k, dtype) for k in range(len(BY_TENSORS)))
 
-    pair = Pair(make)
+    pair = Pair(lambda: training(BY_TENSORS, arguments))
     pair.settle()
     pair.to_compiled_turn()
     for k, kind in enumerate(BY_TENSORS):
@@ -116,26 +109,10 @@ def test_an_integer_division_by_a_tensor_with_a_zero(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.int32], ids=str)
 def test_an_integer_division_by_a_number_that_becomes_zero(dtype: torch.dtype) -> None:
-    def make() -> Program:
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(LENGTH))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-
-        def step(a: Tensor, *by: int) -> tuple[Tensor, Tensor]:
-            optimizer.zero_grad()
-            results = [divide(a, n) for divide, n in zip(BY_NUMBERS.values(), by, strict=True)]
-            total = torch.stack([r.long() for r in results])
-            loss = ((weight.tanh() + 1) * total.sum(0).tanh()).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach(), total
-
-        return Program(step, arguments, lambda: weight)
-
     def arguments(i: int) -> tuple[object, ...]:
         return integers(i, dtype), *(1 + (i + k) % 7 for k in range(len(BY_NUMBERS)))
 
-    pair = Pair(make)
+    pair = Pair(lambda: training(BY_NUMBERS, arguments))
     pair.settle()
     pair.to_compiled_turn()
     for k in range(len(BY_NUMBERS)):

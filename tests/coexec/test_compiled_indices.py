@@ -5,7 +5,7 @@ Inductor's own check ends the process: its exception cannot leave a parallel reg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,17 +15,8 @@ from torch.nn import functional as F
 from tests.coexec.harness import Program
 from tests.coexec.test_compiled import Pair
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("two_threads")]
 WORDS, CLASSES, LENGTH = 50, 9, 4096
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """Only a loop on several threads is a parallel region."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
