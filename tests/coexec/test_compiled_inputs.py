@@ -140,7 +140,7 @@ def test_inputs_of_a_call_that_failed_are_not_what_is_compiled_with() -> None:
 
     ids, labels, wrong = torch.tensor([0, 1, 2, 3]), torch.arange(4), 0
     for i in range(80):
-        if step._runner.segments._capturing is not None and wrong < 3:
+        if step._runner.segments.captures.current is not None and wrong < 3:
             wrong += 1
             with pytest.raises(IndexError):
                 step(torch.tensor([0, 1, 9, 3]), labels)

@@ -12,7 +12,7 @@ import torch
 import coexec
 from coexec.backends.leftovers import own_prefix
 from coexec.config import private_cache_dir
-from coexec.runtime.segments import compile_worker, mailbox
+from coexec.runtime.compile_jobs import compile_worker, mailbox
 from coexec.runtime.step_runner import StepRunner
 from tests.coexec.programs import batch
 
@@ -62,7 +62,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_captured_input_stays(drop: str) -> None:
     before = live_files()
     step = compiled_step()
-    runner = call_until(step, lambda r: r.segments._capturing is not None and r.segments._capturing.done)
+    runner = call_until(step, lambda r: (capturing := r.segments.captures.current) is not None and capturing.done)
     assert len(live_files()) > len(before)
     DROPS[drop](step, runner)
     assert live_files() == before

@@ -16,7 +16,7 @@ from coexec import choose
 from coexec.backends import variants
 from coexec.backends.worker import CompileWorker
 from coexec.config import private_cache_dir
-from coexec.runtime import segments
+from coexec.runtime import compile_jobs
 from coexec.subgraphs.entries import SubgraphInfo
 from coexec.subgraphs.store import Store, open_store
 from coexec.tuning import TuneSettings, tune
@@ -35,7 +35,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     cache.mkdir(mode=0o700)
     (cache / "inductor").symlink_to(compilers)
     monkeypatch.setenv("COEXEC_CACHE_DIR", str(cache))
-    monkeypatch.setattr(segments, "_worker", None)
+    monkeypatch.setattr(compile_jobs, "_worker", None)
     (tmp_path / "variants").mkdir()
     with planted_variants.installed(tmp_path / "variants"):
         yield open_store(strict=True)
@@ -43,8 +43,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def _end_worker() -> None:
-    if segments._worker is not None:
-        segments._worker.close()
+    if compile_jobs._worker is not None:
+        compile_jobs._worker.close()
 
 
 def explained_by_a_new_process() -> tuple[str, dict[str, int]]:
@@ -54,7 +54,7 @@ def explained_by_a_new_process() -> tuple[str, dict[str, int]]:
         if thread.name in ("coexec-publish", "coexec-note-runs"):
             thread.join(30)
     cache = choose.segment_cache()
-    segments._worker = CompileWorker(cache)
+    compile_jobs._worker = CompileWorker(cache)
     step = coexec.compile(climbing_back)
     for i in range(60):
         x = torch.randn(16, 16, generator=torch.Generator().manual_seed(i))

@@ -15,7 +15,7 @@ import coexec
 from coexec.backends.cache import Failure
 from coexec.backends.snapshot import delete_snapshot
 from coexec.backends.worker import CompileWorker, Finished
-from coexec.runtime import segments, step_runner
+from coexec.runtime import compile_jobs, segments, step_runner
 from coexec.runtime.benefit import BLOCK
 from coexec.runtime.versions import State
 from coexec.runtime.waiting import (
@@ -215,9 +215,9 @@ class HeldWorker:
 def held(monkeypatch: pytest.MonkeyPatch, worker: CompileWorker | None = None) -> HeldWorker:
     """Steps hand their segments to this worker, and are compared with plain eager."""
     monkeypatch.delenv("COEXEC_KEEP")
-    monkeypatch.setattr(segments, "_worker", HeldWorker(worker))
+    monkeypatch.setattr(compile_jobs, "_worker", HeldWorker(worker))
     monkeypatch.setattr(segments, "POLL_INTERVAL_S", 0.0)
-    return cast(HeldWorker, segments.compile_worker())
+    return cast(HeldWorker, compile_jobs.compile_worker())
 
 
 def work(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -78,14 +78,14 @@ class Collector:
 def collect(folder: Path, seeds: range, iterations: int) -> None:
     """Runs the programs of `seeds` with default options."""
     import coexec
-    from coexec.runtime import segments
+    from coexec.runtime import compile_jobs
     from tests.coexec.harness import run
     from tests.oracles.fuzz_child import prepare
     from tests.oracles.programs import maker, source_of
 
     prepare()
     worker: Any = Collector(folder)
-    segments._worker = worker
+    compile_jobs._worker = worker
     for seed in seeds:
         begin(str(seed))
         worker.program = seed

@@ -40,6 +40,13 @@ def native_if_ready() -> ModuleType | None:
     return _module
 
 
+def loaded_core() -> ModuleType:
+    """Returns the native core where it must be there: a step that has a plan runs in it."""
+    module = native_if_ready()
+    assert module is not None
+    return module
+
+
 def _load_once() -> None:
     """Under the lock: another thread may have been here first.
 

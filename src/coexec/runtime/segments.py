@@ -10,44 +10,30 @@ Everything happens between two iterations of the user's loop and takes a moment;
 
 from __future__ import annotations
 
-import itertools
-import json
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from coexec import choose
 from coexec.backends.cache import Artifact, Failure
 from coexec.backends.expressions import NotExpressibleError
 from coexec.backends.key import artifact_key
-from coexec.backends.leftovers import own_prefix
-from coexec.backends.snapshot import delete_snapshot
-from coexec.backends.worker import CompileWorker, Finished
-from coexec.config import Options, debug_level, private_cache_dir
-from coexec.errors import CacheFolderError
+from coexec.config import Options, debug_level
 from coexec.graph.recurring import recurring
 from coexec.graph.tracegraph import TraceGraph
 from coexec.intercept.background import pacer
-from coexec.intercept.native import native_if_ready
+from coexec.intercept.native import loaded_core
 from coexec.plan.cases import Plan, assign_cases
 from coexec.plan.check import check_plan
 from coexec.plan.segments import Segment, cut_segments
 from coexec.runtime.benefit import quartile
-from coexec.runtime.capturing import Capturing
+from coexec.runtime.capturing import Captures
+from coexec.runtime.compile_jobs import compile_worker, mailbox
 from coexec.runtime.description import Description
 from coexec.runtime.dynamic_segment import unify_segments
-from coexec.runtime.spec_builder import (
-    BuiltSegment,
-    NotDescribableError,
-    build_segment,
-    capture_plan,
-    snapshot_index,
-)
+from coexec.runtime.spec_builder import BuiltSegment, NotDescribableError, build_segment
 from coexec.runtime.versions import MAX_DESCRIBED, MAX_SPECIALISED, ManagedSegment, State, Version
 
 STABLE_ITERATIONS = 2
@@ -66,22 +52,11 @@ MAX_DISCARDS = 8
 MAX_REDESCRIBED = 3
 
 MAX_TRIES = 512
-"""Iterations of one segment that are described, or captured, in search of what is still needed of it."""
+"""Iterations of one segment that are described in search of what is still needed of it."""
 
 NOTED_AGAIN = 10
 """How many times more runs there are when the database hears of them again: a write in the background, which a long
 training makes a few times."""
-
-_snapshot_numbers = itertools.count()
-_worker: CompileWorker | None = None
-
-
-def compile_worker() -> CompileWorker:
-    """Returns the compile worker of this process; steps share it."""
-    global _worker
-    if _worker is None:
-        _worker = CompileWorker(choose.segment_cache())
-    return _worker
 
 
 class SegmentManager:
@@ -96,7 +71,7 @@ class SegmentManager:
         self._stable = 0
         self._stale = True
         self._described = False
-        self._capturing: Capturing | None = None
+        self.captures = Captures(options, where, self._build, self._stay)
         self._last_poll_s = 0.0
         self._active = False  # some segment is on its way
         self._iterations = 0
@@ -144,7 +119,7 @@ class SegmentManager:
             check_plan(self.plan, planned_for)
         cut = cut_segments(planned_for, self.plan, native.bytes_written, late=self._late)
         known, under_way = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}, self._jobs()
-        make = _native_core().PlannedSegment
+        make = loaded_core().PlannedSegment
         self.segments = [
             replace(known[_sort_of(planned)], planned=planned)
             if _sort_of(planned) in known
@@ -152,7 +127,7 @@ class SegmentManager:
             for planned in cut.segments
         ]
         mailbox.drop(under_way - self._jobs())
-        self._abandon_capture(native)
+        self.captures.abandon(native)
         self._described = False
         self._reinstall(native)
         native.mark_loop_conds([node for loop in self.plan.loops for node in loop.conds])
@@ -178,7 +153,7 @@ class SegmentManager:
 
     def abandon(self, native: Any) -> None:
         """Another manager takes over: nothing of this one is left under way."""
-        self._abandon_capture(native)
+        self.captures.abandon(native)
         native.describing = False
         mailbox.drop(self._jobs())
         self.segments = []
@@ -197,10 +172,10 @@ class SegmentManager:
         self._described = False
         if described is not None:
             self._describe(described, graph)
-        self._finish_capture(native, described, graph)
-        self._start_capture(native)
+        self.captures.finish(native, described, graph)
+        self.captures.start(native, self.segments)
         self._adopt(native)
-        if any(self._wants_description(segment) for segment in self.segments) or self._captures_many_sizes():
+        if any(self._wants_description(segment) for segment in self.segments) or self.captures.of_many_sizes:
             native.describing = self._described = True
         self._active = any(self._wants_something(s) for s in self.segments)
 
@@ -309,120 +284,6 @@ class SegmentManager:
                 self._load(segment, version, known)
         elif isinstance(known, Failure):
             self._stay(segment, version, f"{known.kind}: {known.reason}")
-
-    # ------------------------------------------------------------------------------------------------- capturing
-
-    def _captures_many_sizes(self) -> bool:
-        return self._capturing is not None and self._capturing.version.symbolic is not None
-
-    def _start_capture(self, native: Any) -> None:
-        if self._capturing is not None:
-            return
-        waiting = [(s, v) for s in self.segments for v in s.versions if self._awaits_capture(s, v)]
-        if not waiting:
-            return
-        segment, version = max(waiting, key=lambda pair: pair[1].symbolic is not None)
-        try:
-            folder = private_cache_dir("compile")
-        except CacheFolderError as error:
-            self._stay(segment, version, f"no cache folder: {error}")
-            return
-        self._capturing = Capturing(segment, version, folder)
-        self._capture_next(native, folder)
-
-    def _awaits_capture(self, segment: ManagedSegment, version: Version) -> bool:
-        """One for many sizes comes first; one for shapes that have not come again may never be needed."""
-        if version.state is not State.DESCRIBED or version.symbolic is not None:
-            return version.state is State.DESCRIBED
-        if self.options.dynamic is True and len(segment.native.signatures) > 1 and not segment.not_dynamic:
-            return segment.dynamic is not None and segment.dynamic.state is State.REPLAY
-        return any(signature == version.signature and count > 1 for signature, count in segment.native.signatures)
-
-    def _capture_next(self, native: Any, folder: Path) -> None:
-        """The next iteration is captured, into files of its own."""
-        capturing = self._capturing
-        assert capturing is not None
-        version = capturing.version
-        capturing.path = folder / f"{own_prefix('live')}{next(_snapshot_numbers)}.json"
-        only = None if version.symbolic is not None else version.native
-        native.capture = _native_core().Capture(
-            capturing.segment.native.id, only, str(capturing.path.with_suffix(".bin")), version.built.spec.random,
-            capture_plan(version.built, any_size=version.symbolic is not None),
-        )  # fmt: skip
-
-    def _finish_capture(self, native: Any, described: Description | None, graph: TraceGraph) -> None:
-        capturing, capture = self._capturing, native.capture
-        if capturing is None or capture is None:
-            return
-        segment, version = capturing.segment, capturing.version
-        complete = all(start >= 0 for start, _, _ in capture.pieces)
-        complete = complete and (not version.built.spec.random or capture.generator_start >= 0)
-        touched = any(start >= 0 for start, _, _ in capture.pieces) or capture.failed
-        built = version.built
-        if complete and version.symbolic is not None:
-            known = {signature for _, signature, _ in capturing.done}
-            fresh = described is not None and described.covers(segment) and segment.native.last_signature not in known
-            again = self._build(segment, described, graph) if fresh and described is not None else None
-            complete, built = again is not None and capturing.takes(again), again or built
-        if complete:
-            complete = self._keep_capture(capturing, capture, built)
-        if complete and version.symbolic is not None and len(capturing.done) < 2:
-            self._capture_next(native, capturing.path.parent)
-        elif complete:
-            self._submit(native, described)
-        else:
-            self._capture_again(native, touched)
-
-    def _keep_capture(self, capturing: Capturing, capture: Any, built: BuiltSegment) -> bool:
-        generator = (capture.generator_start, capture.generator_nbytes) if built.spec.random else None
-        try:
-            index = snapshot_index(built, capture.pieces, generator)
-        except NotDescribableError:
-            return False
-        capturing.path.write_text(json.dumps(index))
-        capturing.done.append((built, capturing.segment.native.last_signature, capturing.path))
-        return True
-
-    def _capture_again(self, native: Any, touched: bool) -> None:
-        """The iteration did not pass through the segment, or with other shapes."""
-        capturing = self._capturing
-        assert capturing is not None
-        capturing.tries += 1
-        if capturing.tries > MAX_TRIES // 8:
-            segment, version = capturing.segment, capturing.version
-            self._abandon_capture(native)
-            self._stay(segment, version, "its live inputs could not be captured")
-        elif touched:  # what has been written is of no use
-            delete_snapshot(capturing.path)
-            self._capture_next(native, capturing.path.parent)
-
-    def _submit(self, native: Any, described: Description | None) -> None:
-        capturing = self._capturing
-        assert capturing is not None
-        segment, version, paths = capturing.segment, capturing.version, [path for _, _, path in capturing.done]
-        native.capture = self._capturing = None
-        if version.symbolic is None:
-            version.job = compile_worker().submit(version.spec, paths[0], timed=False, note=self.where)
-        else:
-            passes = capturing.passes()
-            try:
-                version.symbolic, patterns = unify_segments(passes)
-            except NotExpressibleError as error:
-                for path in paths:
-                    delete_snapshot(path)
-                return self._stay(segment, version, f"not lowerable: {error}")
-            version.built = passes[-1]
-            version.native = native.make_segment(version.built.native)  # the latest iteration was the last pass
-            version.native.make_dynamic(patterns)
-            version.job = compile_worker().submit_symbolic(version.symbolic, paths, timed=False, note=self.where)
-        version.state = State.COMPILING
-
-    def _abandon_capture(self, native: Any) -> None:
-        if self._capturing is not None:
-            for path in (self._capturing.path, *(path for _, _, path in self._capturing.done)):
-                delete_snapshot(path)
-        native.capture = None
-        self._capturing = None
 
     # ------------------------------------------------------------------------------------------------- adopting
 
@@ -570,46 +431,9 @@ def _sort_of(planned: Segment) -> tuple[tuple[int, ...], str, bool, bool]:
     return planned.nodes, planned.kind, planned.compile, planned.in_loop
 
 
-def _native_core() -> Any:
-    """The loaded core: a step that has a plan runs in it."""
-    module = native_if_ready()
-    assert module is not None
-    return module
-
-
 def _trial_result(native: Any) -> str:
     compiled_s, replayed_s = quartile(native.compiled_s), quartile(native.replayed_s)
     return f"slower: compiled {compiled_s * 1e3:.3f} ms, replayed {replayed_s * 1e3:.3f} ms, by turns in this step"
-
-
-class Mailbox:
-    """Finished jobs by number: several steps share one worker."""
-
-    def __init__(self) -> None:
-        self._finished: dict[int, Finished] = {}
-
-    def collect(self) -> None:
-        """Takes what the worker has finished."""
-        if _worker is not None:
-            self._finished.update((done.job, done) for done in _worker.poll())
-
-    def take(self, job: int) -> Finished | None:
-        """Returns and forgets the end of a job, or None if it runs."""
-        return self._finished.pop(job, None)
-
-    def drop(self, jobs: Iterable[int]) -> None:
-        """Stops jobs whose end nobody will take."""
-        for job in jobs:
-            if _worker is not None and not _worker.cancel(job):
-                self.collect()
-                self._finished.pop(job, None)
-
-    def has(self, job: int) -> bool:
-        """Whether the job's end is waiting to be taken."""
-        return job in self._finished
-
-
-mailbox = Mailbox()
 
 
 def wait_compiled(manager: SegmentManager, timeout_s: float) -> bool:
