@@ -333,7 +333,7 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
 
     def __enter__(self) -> step:
         runner = self._runner
-        self._entered = runner if not disabled() and runner.enter(1) else None
+        self._entered = runner if not disabled() and runner.enter(2) else None
         return self
 
     def __exit__(

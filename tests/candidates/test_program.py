@@ -12,7 +12,7 @@ from coexec.backends.candidates.core import split
 from coexec.backends.candidates.inputs import describe_inputs, make_inputs
 from coexec.backends.candidates.program import ProgramError
 from coexec.backends.candidates.tensor_file import read_tensors, write_tensors
-from tests.candidates.samples import handmade, inference, kinds, program, training
+from tests.candidates.samples import Anchors, handmade, inference, kinds, program, training
 
 
 @pytest.mark.parametrize("kind", [*kinds(), "everything"])
@@ -106,6 +106,14 @@ def test_the_frame_keeps_what_is_no_work_out_of_the_core() -> None:
     assert core.outputs[0].strides == (4, 1), "transposed outside, without a copy"
     with pytest.raises(ProgramError, match="nothing is computed"):
         split(handmade(lambda x: (x.t(), x), (torch.randn(3, 4),)))
+
+
+def test_an_output_that_is_the_same_in_each_call_is_left_to_the_frame() -> None:
+    model = Anchors().eval().requires_grad_(False)
+    core = split(inference(model, (torch.randn(3, 4),)))
+    assert [layout.sizes for layout in core.outputs] == [(3, 4)]
+    drawn = handmade(lambda x: (torch.sin(x), torch.rand(3)), (torch.randn(2),))
+    assert len(split(drawn).outputs) == 2, "draws keep their order"
 
 
 def test_training_graphs_are_programs() -> None:

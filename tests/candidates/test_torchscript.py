@@ -10,7 +10,7 @@ import torch
 from coexec.backends.candidates import registry
 from coexec.backends.candidates.candidate import CandidateError, captures_constants
 from tests.candidates.checks import assert_same_as_eager, built
-from tests.candidates.samples import inference, kinds, program
+from tests.candidates.samples import Anchors, inference, kinds, program
 
 NAMES = ("torchscript", "optimize-for-inference", "static-runtime")
 
@@ -48,6 +48,22 @@ def test_a_frozen_graph_says_that_it_captures_weights_and_a_plain_one_sees_them_
         for position in changing.static_inputs:
             changing.inputs[position].add_(1)
     assert_same_as_eager(run, changing)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_the_callers_to_write_into(name: str, tmp_path: Path) -> None:
+    """A frozen graph folds what depends on weights alone; the Static Runtime's results are inference tensors."""
+    anchors = inference(Anchors().eval().requires_grad_(False), (torch.randn(3, 4),))
+    run = built(registry.get(name), anchors, tmp_path)
+    for _ in range(2):
+        with torch.no_grad():
+            results = run(*anchors.inputs)
+        for result, expected in zip(results, anchors.run_eagerly(*anchors.inputs), strict=True):
+            torch.testing.assert_close(result, expected)
+            assert not result.is_inference()
+            result.add_(100)
+    with torch.inference_mode():
+        assert all(result.is_inference() for result in run(*anchors.inputs))
 
 
 def test_fusion_by_onednn_graph_is_refused_and_left_as_it_was(tmp_path: Path) -> None:

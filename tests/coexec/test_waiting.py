@@ -209,7 +209,7 @@ class HeldWorker:
 
     def finish(self) -> None:
         assert self.worker is not None
-        self.ready += self.worker.wait(120.0)
+        self.ready += self.worker.wait(600.0)
 
 
 def held(monkeypatch: pytest.MonkeyPatch, worker: CompileWorker | None = None) -> HeldWorker:

@@ -128,6 +128,18 @@ def test_an_output_may_share_memory_only_where_eagers_does() -> None:
     assert check(passing, lambda x: (x,)).problems == []
 
 
+def test_results_of_two_calls_are_apart_and_autograd_takes_them() -> None:
+    program = program_of(lambda g, x: [g.call_function(aten.zeros_like.default, (x,))], torch.randn(8))
+    kept = torch.zeros(8)
+    assert "memory of what an earlier call" in check(program, lambda x: (kept,)).problems[0]
+
+    def in_inference_mode(x: torch.Tensor) -> tuple[torch.Tensor]:
+        with torch.inference_mode():
+            return (torch.zeros_like(x),)
+
+    assert "inference tensor" in check(program, in_inference_mode).problems[0]
+
+
 def test_none_and_numbers_are_outputs_too() -> None:
     program = program_of(lambda g, x: [None, 3, x], torch.randn(4))
     assert check(program, lambda x: (None, 3, x)).problems == []

@@ -5,6 +5,7 @@
 #endif
 extern "C" {
 #include <internal/pycore_frame.h>
+#include <opcode.h>
 }
 #undef Py_BUILD_CORE
 
@@ -28,11 +29,41 @@ inline PyCodeObject* code_of(Frame* f) {
 #endif
 }
 
+#if PY_VERSION_HEX < 0x030C0000
+// Forms of PRECALL that make the call themselves, one instruction before the CALL that makes it until CPython has
+// specialised the code (in the eighth call of a function): `sum(losses)`, `repr(loss)`, `numpy.asarray(x)`.
+bool calls_early(uint8_t opcode) {
+  switch (opcode) {
+    case PRECALL_BUILTIN_CLASS:
+    case PRECALL_BUILTIN_FAST_WITH_KEYWORDS:
+    case PRECALL_METHOD_DESCRIPTOR_FAST_WITH_KEYWORDS:
+    case PRECALL_NO_KW_BUILTIN_FAST:
+    case PRECALL_NO_KW_BUILTIN_O:
+    case PRECALL_NO_KW_ISINSTANCE:
+    case PRECALL_NO_KW_LEN:
+    case PRECALL_NO_KW_LIST_APPEND:
+    case PRECALL_NO_KW_METHOD_DESCRIPTOR_FAST:
+    case PRECALL_NO_KW_METHOD_DESCRIPTOR_NOARGS:
+    case PRECALL_NO_KW_METHOD_DESCRIPTOR_O:
+    case PRECALL_NO_KW_STR_1:
+    case PRECALL_NO_KW_TUPLE_1:
+    case PRECALL_NO_KW_TYPE_1:
+      return true;
+    default:
+      return false;
+  }
+}
+constexpr int kToCall = 2; // code units: PRECALL, and one of cache
+#endif
+
 inline const void* instruction(Frame* f) {
 #if PY_VERSION_HEX >= 0x030D0000
   return f->instr_ptr;
-#else
+#elif PY_VERSION_HEX >= 0x030C0000
   return f->prev_instr;
+#else
+  const _Py_CODEUNIT* at = f->prev_instr;
+  return calls_early(static_cast<uint8_t>(_Py_OPCODE(*at))) ? at + kToCall : at;
 #endif
 }
 

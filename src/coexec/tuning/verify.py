@@ -62,6 +62,7 @@ def verify(program: Program, run: Runner, input_sets: Sequence[Sequence[Any]]) -
             for number in range(CALLS):
                 if report.accepted:
                     returned = check.call(run, compare=number in (0, CALLS - 1))
+                    check.new(returned, earlier)
                     earlier.append((returned, _copies(returned)))
         if report.accepted and not all(_same(now, then) for now, then in earlier):
             report.problems.append("a later call changed what an earlier one had returned")
@@ -122,6 +123,14 @@ class _Check:
         for position, (mine, theirs) in enumerate(zip(returned, self.eager, strict=True)):
             if _address(mine) in taken - {0} and _address(theirs) not in eager_taken:
                 self.problem(f"output {position} shares memory with an input")
+
+    def new(self, returned: Outputs, earlier: Sequence[tuple[Outputs, Outputs]]) -> None:
+        """No result is one of an earlier call, which its caller may have written into."""
+        handed_out = {_address(value) for values, _ in earlier for value in values}
+        known = {_address(value) for value in (*self.inputs, *self.eager)}  # eager returns constants as they are, too
+        for position, mine in enumerate(returned):
+            if _address(mine) in handed_out - known - {0}:
+                self.problem(f"output {position} is in the memory of what an earlier call had returned")
 
     def geometry(self, position: int, mine: Any, theirs: Any) -> bool:
         """Whether an output has eager's form; a difference is a problem."""
@@ -222,9 +231,11 @@ def _alike_where_not_finite(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, ...]:
-    """dtype, sizes, strides as far as they mean something (a dimension of size 1 may have any stride)."""
+    """dtype, sizes, strides as far as they mean something (a dimension of size 1 may have any stride), and whether
+    autograd takes it."""
     strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1] if tensor.numel() else []
-    return str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), f"strides {strides}"
+    kind = ("inference tensor",) if tensor.is_inference() else ()
+    return str(tensor.dtype).removeprefix("torch."), str(list(tensor.shape)), f"strides {strides}", *kind
 
 
 def _same(now: Outputs, then: Outputs) -> bool:

@@ -1,7 +1,7 @@
 """The part of a program that is worth compiling, and the thin frame around it that stays in torch.
 
-Left to the frame: outputs that are inputs, views of inputs, sizes, numbers and None; repeated outputs; inputs that are
-not used. What a compiler gets takes tensors only and returns tensors only, each of them computed. So an output that
+Left to the frame: outputs that are inputs, views of inputs, sizes, numbers and None; outputs that depend on no live input
+(a backend folds them, and hands out the same tensor in each call); repeated outputs; inputs that are not used. What a compiler gets takes tensors only and returns tensors only, each of them computed. So an output that
 aliases an input does so with every backend, and no backend has to know about sizes and numbers among the values.
 """
 
@@ -102,10 +102,20 @@ class _Split:
         for node in program.module.graph.nodes:
             if self._is_light(node):
                 self.light.add(node)
+        self.light |= self._constant_outputs()
         heavy = [v for v in program.outputs() if isinstance(v, Node) and v not in self.light]
         self.results: list[Node] = list(dict.fromkeys(heavy))
         if not self.results:
-            raise ProgramError("nothing is computed: every output is an input, a view of one or a number")
+            raise ProgramError("nothing is computed: every output is an input, a view of one, a number or constant")
+
+    def _constant_outputs(self) -> set[Node]:
+        """Outputs that are the same in each call, as eager computes them: each time anew."""
+        static = {self.placeholders[position] for position in self.program.static_inputs}
+        constant = {node for node in self.program.module.graph.nodes if node.op == "get_attr" or node in static}
+        for node in self.program.module.graph.nodes:
+            if node.op == "call_function" and not _draws(node) and constant.issuperset(node.all_input_nodes):
+                constant.add(node)
+        return {v for v in self.program.outputs() if isinstance(v, Node) and v in constant}
 
     def _is_light(self, node: Node) -> bool:
         if node.op in ("placeholder", "get_attr"):

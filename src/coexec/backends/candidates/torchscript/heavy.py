@@ -108,7 +108,16 @@ def _static_runtime(loaded: Any) -> Callable[..., Any]:
     if not hasattr(torch._C, "_jit_to_static_module"):
         raise CandidateError("static-runtime", "this torch was built without the Static Runtime")
     with torch.no_grad():
-        return torch._C._jit_to_static_module(torch.jit.freeze(loaded.eval())._c)  # type: ignore[no-any-return]
+        module = torch._C._jit_to_static_module(torch.jit.freeze(loaded.eval())._c)
+    return lambda *live: [_ordinary(result) for result in _sequence(module(*live))]
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory. The Static Runtime computes in inference mode, and autograd takes none of its tensors."""
+    if not tensor.is_inference() or torch.is_inference_mode_enabled():
+        return tensor
+    memory = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 PREPARE = {
