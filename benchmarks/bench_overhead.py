@@ -157,7 +157,7 @@ def recording(chain: Callable[[], None], rounds: int) -> dict[str, Any]:
     native = new_step(module)
 
     def traced() -> None:
-        native.begin_trace((), 0)
+        native.begin_trace((), 0, False)
         chain()
         native.finish()
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,11 +56,26 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def race_with_progress(program: str, names: list[str], steps: int, console: Console) -> Race:
-    """Runs one program behind a live progress bar."""
+    """Runs one program behind a live progress bar; in a pipe a line says what begins."""
+    if not console.is_terminal:
+        return run_race(program, names, steps, said_once(program))
     columns = [TextColumn("[bold]{task.fields[program]:<7}"), BarColumn(), TextColumn("{task.completed:>4.0f} steps")]
     with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.description}"), console=console) as progress:
         task = progress.add_task("building", total=steps * len(names), program=program)
         return run_race(program, names, steps, lambda what, done: progress.update(task, description=what, advance=done))
+
+
+def said_once(program: str) -> Callable[[str, int], None]:
+    """A listener that prints what is going on whenever that changes."""
+    last = ""
+
+    def listen(what: str, done: int) -> None:
+        nonlocal last
+        if what != last:
+            print(f"{program}: {what}", flush=True)
+        last = what
+
+    return listen
 
 
 def write_explanations(races: list[Race], folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import os
@@ -17,7 +18,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from coexec.config import Options, disabled, make_options, settings
-from coexec.errors import ConflictingOptionsError, NotAStepError, NotCallableError
+from coexec.errors import ConflictingOptionsError, NotANameError, NotAStepError, NotATensorError, NotCallableError
 from coexec.runtime.dynamo import stay_out_of_dynamo
 from coexec.runtime.explain import explain
 from coexec.runtime.place import name_of, place_of, short_place
@@ -288,9 +289,17 @@ def _refuse_other_options(compiled: CoExecutable | CoExecModule, wanted: Options
     step = compiled._step if isinstance(compiled, CoExecModule) else compiled
     if wanted is not None and wanted != step._options:
         raise ConflictingOptionsError(
-            f"{step._runner.name!r} is compiled already, with {step._options}: give all options where it is compiled "
-            f"first, or compile what it wraps (`__wrapped__` of a function, `_orig_mod` of a module)."
+            f"{step._runner.name!r} is compiled already, {_what_differs(step._options, wanted)}: give all options "
+            f"where it is compiled first, or compile what it wraps (`__wrapped__` of a function, `_orig_mod` of a "
+            f"module)."
         )
+
+
+def _what_differs(has: Options, wanted: Options) -> str:
+    """ "with backend='auto', not 'replay'"."""
+    names = [field.name for field in dataclasses.fields(Options)]
+    pairs = [(name, getattr(has, name), getattr(wanted, name)) for name in names]
+    return "with " + ", ".join(f"{name}={old!r}, not {new!r}" for name, old, new in pairs if old != new)
 
 
 def _no_step(function: Callable[..., Any]) -> str:
@@ -315,9 +324,15 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
     Args:
         name: what the step is called in reports; by default its file and line, which also tell steps apart.
         **options: as for `compile`.
+
+    Raises:
+        NotANameError: `name` is no text, as where `@coexec.step` decorates a function.
+        UnknownOptionError, OptionValueError, ConflictingOptionsError: as for `compile`.
     """
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
+        if name is not None and not isinstance(name, str):
+            raise NotANameError(name)
         checked = make_options(**options)
         settings()  # as in `compile`
         frame = sys._getframe(1)
@@ -333,7 +348,7 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
 
     def __enter__(self) -> step:
         runner = self._runner
-        self._entered = runner if not disabled() and runner.enter(2) else None
+        self._entered = runner if not disabled() and runner.enter(1) else None
         return self
 
     def __exit__(
@@ -366,7 +381,13 @@ class step:  # noqa: N801  # a context manager reads as a verb, like torch.no_gr
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes `tensor` ordinary now, for native code that reads its memory outside PyTorch. Returns the same tensor."""
+    """Makes `tensor` ordinary now, for native code that reads its memory outside PyTorch. Returns the same tensor.
+
+    Raises:
+        NotATensorError: it is none.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise NotATensorError(tensor)
     tensor.data_ptr()
     return tensor
 

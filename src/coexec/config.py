@@ -75,10 +75,15 @@ class Options:
 class Settings:
     """The settings of the process, one environment variable each."""
 
-    disable: bool = _declare(False, "1 turns coexec off: every step is the plain function", env="COEXEC_DISABLE")
+    disable: bool = _declare(
+        False,
+        "1 turns coexec off: every step is the plain function, and `backend='coexec'` runs Dynamo's graphs as they are",
+        env="COEXEC_DISABLE",
+    )
     cache_dir: Path = _declare(
         Path("~/.cache/coexec"),
-        "folder of the native core and of compiled artifacts; it is created with mode 0700",
+        "folder of the native core, of compiled artifacts and of the database; it is created with mode 0700. With "
+        "XDG_CACHE_HOME its default lies there",
         env="COEXEC_CACHE_DIR",
     )
     store: str = _declare(
@@ -218,7 +223,8 @@ def _from_environment(field: dataclasses.Field[Any]) -> Any:
     if text is None:
         return None
     value = _parse(env, text.strip(), type(field.default))
-    _check_choice(env, value, field.metadata["choices"])
+    if value is not None:
+        _check_choice(env, value, field.metadata["choices"])
     return value
 
 

@@ -29,7 +29,7 @@ from coexec import choose, serving
 from coexec.backends.candidates import registry
 from coexec.backends.graph_indices import GraphIndices, graph_indices
 from coexec.choose import EAGER, Graph, Installed, NotInstalledError
-from coexec.config import private_cache_dir
+from coexec.config import disabled, private_cache_dir
 from coexec.errors import CacheFolderError, OptionValueError, UnknownOptionError
 from coexec.subgraphs.errors import UnkeyableGraphError
 from coexec.subgraphs.store import Store, open_store
@@ -66,6 +66,8 @@ def coexec_backend(
         UnknownOptionError, OptionValueError: an option that is none.
     """
     given = _checked_options(mode, options)
+    if disabled():
+        return module.forward
     _report_unusable_cache()
     region = Region(module, given)
     _put_gate(region)

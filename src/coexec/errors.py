@@ -54,6 +54,26 @@ _NO_STEP = {
 }
 
 
+class NotANameError(UsageError, TypeError):
+    """`coexec.step()` got something else than text as its name."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(
+            f"coexec.step() takes a name for reports, got {type(value).__name__}: {value!r:.80}. It goes around a loop "
+            f"body, `with coexec.step():`; a function is compiled by `@coexec.compile`."
+        )
+
+
+class NotATensorError(UsageError, TypeError):
+    """`coexec.materialize()` got something else than a tensor."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(
+            f"coexec.materialize() takes a tensor, got {type(value).__name__}: {value!r:.80}. Call it for each tensor "
+            f"that native code is to read."
+        )
+
+
 class UnknownOptionError(UsageError, TypeError):
     """An option name that does not exist."""
 

@@ -49,6 +49,15 @@ def test_a_cache_folder_that_others_may_write_to_is_a_problem(run: Run, home: Pa
     assert "chmod go-w" in check_of(answer.json(), "cache")["advice"]
 
 
+def test_a_file_in_the_place_of_the_cache_folder_is_a_problem(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COEXEC_CACHE_DIR", str(tmp_path / "file"))
+    check = check_of(run("doctor", "--json").json(), "cache")
+    assert (check["status"], "is no folder" in check["found"]) == ("problem", True)
+
+
 def test_the_entry_point_is_looked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 

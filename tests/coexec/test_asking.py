@@ -25,8 +25,13 @@ from tests.coexec.programs import batch, function_program
 
 def line_of(marker: str) -> str:
     """ "file:line" of the line of this file that ends with `# marker`."""
-    lines = Path(__file__).read_text().splitlines()
-    return f"{__file__}:{next(i for i, line in enumerate(lines, 1) if line.endswith(f'# {marker}'))}"
+    return line_in(__file__, marker)
+
+
+def line_in(file: str, marker: str) -> str:
+    """ "file:line" of the line of `file` that ends with `# marker`."""
+    lines = Path(file).read_text().splitlines()
+    return f"{file}:{next(i for i, line in enumerate(lines, 1) if line.endswith(f'# {marker}'))}"
 
 
 def test_waits_and_fetches_are_named_by_line_and_counted_once() -> None:
@@ -158,6 +163,30 @@ def test_a_step_that_is_switched_off_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert "because of mode='eager'" in exact(lambda x: x, mode="eager").explain()
 
 
+def test_an_exception_is_named_with_its_type_and_line() -> None:
+    @exact
+    def step(x: torch.Tensor, wrong: bool) -> torch.Tensor:
+        if wrong:
+            raise KeyError("no such row")  # what raises
+        return x * 2
+
+    for i in range(8):
+        step(batch(i), False)
+    with pytest.raises(KeyError):
+        step(batch(8), True)
+    assert f"exception: the step raised KeyError at {line_of('what raises')}" in step.explain()
+
+
+def test_segments_and_what_python_waits_for_are_counted_apart() -> None:
+    step = exact(lambda x: (x @ x.t()).nonzero().sum() * 2)
+    for i in range(8):
+        step(batch(i, 200))
+    text = step.explain()
+    assert step.stats().segments == {"replay": 2}
+    assert "2 segments: 2 run by replay" in text
+    assert "1 operation between segments that Python waits for" in text
+
+
 def test_users_folders_may_have_any_name() -> None:
     code = compile("x * 2", "/home/me/coexec/torch/train.py", "eval")
     assert user_line([(code, 0)]).startswith("/home/me/coexec/torch/train.py:")
@@ -262,9 +291,9 @@ def test_a_step_inside_a_plain_call_of_a_trial_is_plain(monkeypatch: pytest.Monk
     began: list[str] = []
     original = StepRunner._begin
 
-    def begin(self: StepRunner, *args: Any) -> bool:
+    def begin(self: StepRunner, *args: Any, **kwargs: Any) -> bool:
         began.append(self.name.rpartition(".")[2])
-        return original(self, *args)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(StepRunner, "_begin", begin)
 

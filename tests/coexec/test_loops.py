@@ -471,7 +471,7 @@ def test_a_step_that_folds_keeps_its_counters_and_says_where_the_loop_is() -> No
     assert stats.loops == 1
     assert stats.iterations == 30
     assert stats.fetches >= sum(expected[-stats.co_executed :])
-    assert "1 loops" in compiled.explain()
+    assert "1 loop;" in compiled.explain()
 
 
 @pytest.mark.slow

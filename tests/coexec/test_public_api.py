@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import coexec
+from coexec import choose
 from coexec.errors import (
     CoexecError,
     ConflictingOptionsError,
@@ -139,7 +140,7 @@ def test_a_compiled_step_keeps_its_options() -> None:
     assert coexec.compile(step, backend="replay", numerics="exact") is step
     assert coexec.compile(module) is module
     for compiled in (step, module):
-        with pytest.raises(ConflictingOptionsError, match="is compiled already, with Options"):
+        with pytest.raises(ConflictingOptionsError, match=r"is compiled already, with .*overlap=False, not True"):
             coexec.compile(compiled, overlap=True)
 
 
@@ -376,6 +377,25 @@ def test_unknown_and_wrong_options() -> None:
         coexec.compile(lambda x: x, bakend="replay")
     with pytest.raises(CoexecError, match="quick"):
         coexec.compile(lambda x: x, numerics="quick")
+
+
+def test_misuse_of_the_helpers_is_named() -> None:
+    with pytest.raises(CoexecError, match=r"@coexec\.compile"):
+        coexec.step(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(CoexecError, match="got int: 3"):
+        coexec.materialize(3)  # type: ignore[arg-type]
+    step = coexec.compile(lambda x: x, numerics="exact")
+    with pytest.raises(CoexecError, match="with numerics='exact', not 'fast': give all"):
+        coexec.compile(step, numerics="fast")
+
+
+def test_the_backend_is_turned_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COEXEC_DISABLE", "1")
+    torch._dynamo.reset()
+    before = dict(choose.counters())
+    model = torch.nn.Linear(4, 4)
+    assert torch.equal(torch.compile(model, backend="coexec")(batch(0)), model(batch(0)))
+    assert dict(choose.counters()) == before
 
 
 def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

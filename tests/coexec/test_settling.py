@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +50,36 @@ def test_a_place_that_is_drawn_anew_in_each_step_is_seen_once_each() -> None:
     assert out.stats.traced + out.fallbacks <= DEPTH + 4
     graph = out.compiled._runner.graph
     assert sum(node.op == "aten::addmm" for node in graph.nodes) == DEPTH
+
+
+BUILTINS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "sum": lambda x: sum([x, x * 2]),
+    "list": lambda x: torch.stack(list(x)),
+    "tuple": lambda x: torch.stack(tuple(x)),
+    "abs": abs,
+    "float": lambda x: float(x.detach().sum()) * x,
+    "repr": lambda x: (repr(x.detach()), x)[1],
+    "str": lambda x: (str(x.detach()), x)[1],
+    "numpy": lambda x: (np.asarray(x.detach()), x)[1],
+    "map": lambda x: torch.stack(list(map(torch.sin, [x]))),
+}
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_a_builtin_function_that_calls_an_op_is_one_place(name: str) -> None:
+    """CPython 3.11 makes such a call one instruction earlier once it has specialised the code, in the eighth call."""
+    weight = nn.Parameter(torch.ones(4, 4))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = BUILTINS[name](x @ weight)
+        loss = (out * 1.5).sum()
+        loss.backward()
+        weight.grad = None
+        return loss.detach()
+
+    out = check(lambda: Program(step, lambda i: (batch(i),), lambda: weight), n=20, max_fallbacks=0)
+    assert out.stats is not None
+    assert out.stats.switches == 0
 
 
 def drawn_twice(seed: int) -> Program:

@@ -25,6 +25,15 @@ def events(path: Path) -> list[dict[str, Any]]:
     return [e for e in found if e["ph"] == "X"]
 
 
+def test_a_script_that_draws_runs_with_coexec_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COEXEC_DISABLE", "1")
+    step = exact(lambda x: x * 2)
+    step(torch.ones(3))
+    step.timeline(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M"}
+
+
 def test_a_wait_carries_the_line_that_reads_and_lies_inside_its_call(tmp_path: Path) -> None:
     @exact
     def step(x: torch.Tensor) -> float:

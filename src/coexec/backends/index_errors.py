@@ -28,7 +28,13 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 CHECK = "COEXEC_CHECK_INDEX_"
 """And the index variable's name: what stands in a loop until its kernel is written."""
 
-NOTE = r"[&](bool right, const char*) { if (!right) { coexec_index_error.store(1); \1 = decltype(\1)(0); } }("
+NOTE = "[&](bool right, const char*) {{ if (!right) {{ coexec_index_error.store(1); {resets} }} }}("
+
+ELEMENTS = re.compile(
+    r"auto (?P<array>\w+) =\s*\[&\]\s*\{\s*__at_align__ std::array<[^>]*> tmpbuf;\s*"
+    r"(?P<vector>\w+)\.store\(tmpbuf\.data\(\),[^;]*\);\s*return tmpbuf;\s*\}\s*\(\)"
+)
+"""A vector of indices as an array: what memory is then read and written by, element by element."""
 
 BEGINS, ENDS = (
     "std::atomic<int> inductor_cpu_integer_div_error{0};",
@@ -81,9 +87,23 @@ def _writing(original: Any) -> Any:
             return code
         assert code.count(BEGINS) == code.count(ENDS) == 1, "kernels of this torch begin and end in another way"
         code = code.replace(BEGINS, f"{BEGINS}\n    {BEGIN}").replace(ENDS, f"{ENDS}\n    {END}")
-        return re.sub(rf"{CHECK}(\w+)\(", NOTE, code)
+        return noted(code)
 
     return codegen_group
+
+
+def noted(code: str) -> str:
+    """Returns the code of a kernel in which a wrong index is noted, and is 0 from there on, wherever it is kept."""
+
+    def note(check: re.Match[str]) -> str:
+        index = check[1]
+        before = code[: check.start()]
+        defined = before.rfind(f"auto {index} =")  # names of an earlier loop come again
+        arrays = [e["array"] for e in ELEMENTS.finditer(before, defined) if e["vector"] == index]
+        resets = [f"{index} = decltype({index})(0);", *(f"{array}.fill(0);" for array in arrays)]
+        return NOTE.format(resets=" ".join(resets))
+
+    return re.sub(rf"{CHECK}(\w+)\(", note, code)
 
 
 def _checking(original: Any) -> Any:

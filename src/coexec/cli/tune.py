@@ -69,12 +69,23 @@ def tune(subgraphs: tuple[str, ...], as_json: bool, with_ray: bool, **limits: An
         with progress_bar() as listener:
             report = run_tuner(progress=listener, **given)
     if subgraphs and not report.graphs:
-        raise click.UsageError(f"no stored subgraph with a program begins with {' or '.join(subgraphs)}")
+        raise click.UsageError(_nothing_to_tune(subgraphs, given.get("candidates", ())))
     if as_json:
         print_json(report.as_json())
     else:
         _print(report)
     return 1 if failed_graphs(report) else 0
+
+
+def _nothing_to_tune(subgraphs: tuple[str, ...], candidates: tuple[str, ...]) -> str:
+    beginnings = " or ".join(subgraphs)
+    if not candidates:
+        return f"no stored subgraph with a program begins with {beginnings}"
+    return (
+        f"no stored subgraph with a program that {' or '.join(candidates)} could run begins with {beginnings}: graphs "
+        "of torch.compile take the backends that `coexec doctor` names, co-execution's segments the variants of "
+        "docs/design/tuning.md (`coexec db show` says which of the two it is)"
+    )
 
 
 def failed_graphs(report: TuneReport) -> list[GraphReport]:

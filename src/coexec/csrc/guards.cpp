@@ -35,7 +35,10 @@ int push_exc_info() {
   return opcode;
 }
 
-bool covered(PyCodeObject* code, int offset) {
+constexpr int kInstruction = 2; // bytes
+
+// `entered_at`: offset of a `with` whose own handler does not count (it is coexec's), or -1.
+bool covered(PyCodeObject* code, int offset, int entered_at) {
   PyObject* table = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_exceptiontable");
   PyObject* bytes = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_code");
   bool found = false;
@@ -43,12 +46,17 @@ bool covered(PyCodeObject* code, int offset) {
     auto* begin = reinterpret_cast<const unsigned char*>(PyBytes_AS_STRING(table));
     Table t{begin, begin + PyBytes_GET_SIZE(table)};
     auto* ops = reinterpret_cast<const unsigned char*>(PyBytes_AS_STRING(bytes));
-    while (t.more() && !found) {
+    int handler = -1, own = -1; // each instruction is in one entry, that of its innermost handler
+    while (t.more()) {
       int start = t.varint() * 2, length = t.varint() * 2, target = t.varint() * 2;
       t.varint(); // stack depth and lasti
-      // A handler that the user wrote starts so; the compiler's own clean-ups do not.
-      found = offset >= start && offset < start + length && ops[target] == push_exc_info();
+      if (offset >= start && offset < start + length)
+        handler = target;
+      if (entered_at >= 0 && entered_at + kInstruction >= start && entered_at + kInstruction < start + length)
+        own = target;
     }
+    // A handler that the user wrote starts so; the compiler's own clean-ups do not.
+    found = handler >= 0 && handler != own && ops[handler] == push_exc_info();
   }
   Py_XDECREF(table);
   Py_XDECREF(bytes);
@@ -72,7 +80,8 @@ LocationInfo& Step::place(uint64_t location) {
   l.folded = std::any_of(folded_loops_.begin(), folded_loops_.end(), [&](auto& loop) { return loop.holds(l.chain); });
   for (auto& f : l.chain) {
     Py_INCREF(f.code); // instruction addresses stay unique for as long as the program refers to them
-    l.guarded |= !is_torch(f.code) && covered(f.code, f.offset);
+    int entered_at = &f == &l.chain.back() ? frame_.entered_at : -1;
+    l.guarded |= !is_torch(f.code) && covered(f.code, f.offset, entered_at);
   }
   return locations.emplace(location, std::move(l)).first->second;
 }

@@ -78,7 +78,11 @@ inline bool is_python(Frame* f) {
 }
 } // namespace
 
-StepFrame step_frame(int levels) {
+static int offset_in(PyCodeObject* code, Frame* f) {
+  return static_cast<int>(static_cast<const char*>(instruction(f)) - reinterpret_cast<const char*>(_PyCode_CODE(code)));
+}
+
+StepFrame step_frame(int levels, bool block) {
   StepFrame s;
   s.thread = PyThreadState_Get();
   Frame* f = top(s.thread);
@@ -87,26 +91,32 @@ StepFrame step_frame(int levels) {
     while (f && !is_python(f))
       f = f->previous;
   }
-  s.stop = f;
+  (block ? s.last : s.stop) = f;
+  if (block && f)
+    s.entered_at = offset_in(code_of(f), f);
   return s;
 }
 
 uint64_t location_hash(const StepFrame& step) {
   uint64_t h = 0x243F6A8885A308D3ull;
-  for (Frame* f = top(step.thread); f && f != step.stop; f = f->previous)
+  for (Frame* f = top(step.thread); f && f != step.stop; f = f->previous) {
     if (is_python(f))
       h = (h ^ reinterpret_cast<uintptr_t>(instruction(f))) * 0x9E3779B97F4A7C15ull;
+    if (f == step.last)
+      break;
+  }
   return h ^ (h >> 29);
 }
 
 std::vector<FrameSite> location_chain(const StepFrame& step) {
   std::vector<FrameSite> chain;
   for (Frame* f = top(step.thread); f && f != step.stop; f = f->previous) {
-    if (!is_python(f))
-      continue;
-    PyCodeObject* code = code_of(f);
-    auto at = static_cast<const char*>(instruction(f)) - reinterpret_cast<const char*>(_PyCode_CODE(code));
-    chain.push_back({code, static_cast<int>(at)});
+    if (is_python(f)) {
+      PyCodeObject* code = code_of(f);
+      chain.push_back({code, offset_in(code, f)});
+    }
+    if (f == step.last)
+      break;
   }
   return chain;
 }

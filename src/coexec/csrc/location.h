@@ -13,14 +13,17 @@ struct FrameSite {
   int offset; // in bytes, as traceback's tb_lasti
 };
 
-// The frame the chain stops at, by address: it is on the stack for as long as the step runs.
+// The frame that the chain ends with, by address: it is on the stack for as long as the step runs.
 struct StepFrame {
   PyThreadState* thread = nullptr;
-  void* stop = nullptr; // exclusive: this frame is not part of the chain
+  void* stop = nullptr; // exclusive: the caller of a step that is a function
+  void* last = nullptr; // inclusive: the frame of a step that is a block. Who resumes a coroutine's may change in it
+  int entered_at = -1; // of a block: its `with`, as FrameSite::offset
 };
 
 // Frame of the Python function that called into native code; `levels` frames further out. Needs the GIL.
-StepFrame step_frame(int levels);
+// `block`: the step is a block in that frame, otherwise a function that it calls.
+StepFrame step_frame(int levels, bool block);
 
 // Hash of the chain. Reads only frames of the calling thread, so it needs no GIL (autograd releases it in backward).
 uint64_t location_hash(const StepFrame& step);

@@ -26,16 +26,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Step>(m, "Step", py::dynamic_attr())
       .def(py::init<>())
       .def("begin_trace",
-          [](Step& s, py::handle args, int levels) {
+          [](Step& s, py::handle args, int levels, bool block) {
             std::vector<at::Tensor> tensors;
             collect_tensors(args, &tensors, 0);
-            translated([&] { s.begin(Phase::Trace, tensors, levels, false); });
+            translated([&] { s.begin(Phase::Trace, tensors, step_frame(levels, block)); });
           })
       .def("begin_coexec",
-          [](Step& s, py::handle args, int levels, bool lazy, bool overlap) {
+          [](Step& s, py::handle args, int levels, bool block, bool lazy, bool overlap) {
             std::vector<at::Tensor> tensors;
             collect_tensors(args, &tensors, 0);
-            translated([&] { s.begin(Phase::Coexec, tensors, levels, lazy, overlap); });
+            translated([&] { s.begin(Phase::Coexec, tensors, step_frame(levels, block), lazy, overlap); });
           })
       .def("finish", [](Step& s) { return translated([&] { return s.finish(); }); })
       .def("complete", [](Step& s) { return translated([&] { return s.complete(); }); })

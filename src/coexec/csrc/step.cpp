@@ -42,11 +42,11 @@ std::shared_ptr<Iteration> Step::fresh_iteration() {
   return i;
 }
 
-void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy, bool overlap) {
+void Step::begin(Phase p, const std::vector<at::Tensor>& step_arguments, StepFrame frame, bool lazy, bool overlap) {
   TORCH_INTERNAL_ASSERT(!overlap_, "coexec: the previous call has not been completed");
   overlap_allowed_ = overlap;
   foreign_use_ = {};
-  frame_ = step_frame(frame_levels);
+  frame_ = frame;
   places_.forget_repetitions();
   phase = p;
   fallback.reset();

@@ -69,8 +69,8 @@ class Step {
 
   // --- called by runtime/ with the GIL
   // `overlap`: finish() may leave the graph running.
-  void begin(
-      Phase phase, const std::vector<at::Tensor>& step_arguments, int frame_levels, bool lazy, bool overlap = false);
+  void begin(Phase phase, const std::vector<at::Tensor>& step_arguments, StepFrame frame, bool lazy = false,
+      bool overlap = false);
   void key_until_left(const at::Tensor& t); // an ordinary tensor took the key over (`p.data = placeholder`)
   // The step returned. True: all writes are done and all placeholders ordinary (or a kernel's error was thrown). False:
   // the graph still runs, see overlap.h; complete() comes before anything else is done with the step.

@@ -53,7 +53,10 @@ def require_compiler() -> Compiler:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise _missing(settings().cxx or "g++", "Install it (Debian, Ubuntu: apt-get install g++), or set CXX.")
+        chosen = settings().cxx
+        if chosen and shutil.which(chosen):
+            raise _missing("a C++ compiler", f"`{chosen} --version`, which CXX names, fails.")
+        raise _missing(chosen or "g++", "Install it (Debian, Ubuntu: apt-get install g++), or set CXX.")
     header = python_include_dir() / "Python.h"
     if not header.is_file():
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"

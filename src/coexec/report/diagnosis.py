@@ -215,6 +215,9 @@ def _cache() -> Iterator[Check]:
 
     folder = config.cache_dir()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        yield Check("cache", "problem", f"{existing} is no folder", "set COEXEC_CACHE_DIR to a private folder")
+        return
     if existing == folder and folder.stat().st_mode & 0o022:
         found = f"{folder} can be written by others, so nothing in it is used"
         yield Check("cache", "problem", found, f"chmod go-w {folder}, or set COEXEC_CACHE_DIR to a private folder")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coexec.config import disabled
 from coexec.intercept.native import native_error
-from coexec.runtime.history import times
+from coexec.runtime.history import counted, times
 from coexec.runtime.policy import FOR_GOOD, Phase
 from coexec.runtime.stats import StepStats
 
@@ -25,7 +25,7 @@ def explain(runner: StepRunner) -> str:
     if runner.benefit.verdict:
         lines.append(f"  is it worth it? {runner.benefit.verdict}")
     elif runner.waiting.latest is not None and not runner.rests():
-        lines.append(f"  is it worth it? While it is being compiled {runner.waiting.latest}")
+        lines.append(f"  is it worth it? When this was last measured, {runner.waiting.latest}")
     lines += _fallbacks(runner, stats)
     lines += _new_paths(runner, stats)
     lines += _graph(runner, stats)
@@ -61,7 +61,9 @@ def _again(rest: int) -> str:
 def _calls(stats: StepStats) -> str:
     left = sum(stats.fallbacks.values())
     plain = stats.iterations - stats.traced - stats.co_executed - left
-    text = f"{stats.iterations} calls: {stats.traced} traced, {stats.co_executed} co-executed, {left} fell back"
+    text = (
+        f"{counted(stats.iterations, 'call')}: {stats.traced} traced, {stats.co_executed} co-executed, {left} fell back"
+    )
     return text + (f", {plain} plain eager" if plain > 0 else "")
 
 
@@ -88,11 +90,12 @@ def _graph(runner: StepRunner, stats: StepStats) -> Iterator[str]:
     operations = max(0, len(runner.graph.nodes) - 2)  # without its start and its end
     if not operations:
         return
-    executors = ", ".join(f"{count} by {name}" for name, count in stats.segments.items())
+    executors = ", ".join(f"{count} run by {name}" for name, count in stats.segments.items())
+    segments = f"{counted(sum(stats.segments.values()), 'segment')}: {executors}"
     yield (
-        f"  graph: {operations} operations, {stats.switches} branches, {stats.loops} loops; "
-        f"{f'segments run {executors}' if executors else 'not yet divided into segments'}; "
-        f"{stats.fetches} values read by Python, {stats.feeds} handed in"
+        f"  graph: {counted(operations, 'operation')}, {counted(stats.switches, 'branch', 'branches')}, "
+        f"{counted(stats.loops, 'loop')}; {segments if executors else 'not yet divided into segments'}; "
+        f"{counted(stats.fetches, 'value')} of the graph read by Python, {stats.feeds} handed in"
     )
     yield from (f"    {text}" for text in runner.segments.describe())
     yield from (f"    {text}" for text in runner.loop_lines())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,6 +79,11 @@ def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+def counted(count: int, one: str, several: str = "") -> str:
+    """ "1 branch", "3 branches"."""
+    return f"{count} {one if count == 1 else several or one + 's'}"
+
+
 class History:
     """The latest events of one step."""
 
@@ -92,6 +99,8 @@ class History:
         reason, op, location, _ = event
         chain = native.chain(location)
         place = user_line(chain) if chain else ""
+        if reason == "exception" and not completed and (raised := sys.exception()) is not None:
+            op, place = type(raised).__name__, _raised_at(raised)
         noted = FallbackEvent(iteration, reason, _plainly(reason, op, completed), place, iteration)
         self._keep(noted)
         return noted
@@ -116,8 +125,15 @@ class History:
 def _plainly(reason: str, op: str, completed: bool) -> str:
     """What Python did, where it was no operation."""
     if reason == "exception" and not completed:
-        return "the step raised"
+        return f"the step raised {op}".rstrip()
     return "the step returned" if reason == "early end" else op
+
+
+def _raised_at(error: BaseException) -> str:
+    """The innermost line of the user's that an exception passed; "" if it passed none."""
+    frames = traceback.walk_tb(error.__traceback__)
+    users = [(f, line) for f, line in frames if not f.f_code.co_filename.startswith(_NOT_THE_USERS)]
+    return f"{users[-1][0].f_code.co_filename}:{users[-1][1]} in {users[-1][0].f_code.co_qualname}" if users else ""
 
 
 def waits_of(raw: Iterable[tuple[str, Chain, int, float]]) -> list[Waited]:

@@ -33,6 +33,7 @@ from coexec.runtime.capturing import Captures
 from coexec.runtime.compile_jobs import compile_worker, mailbox
 from coexec.runtime.description import Description
 from coexec.runtime.dynamic_segment import unify_segments
+from coexec.runtime.history import counted
 from coexec.runtime.spec_builder import BuiltSegment, NotDescribableError, build_segment
 from coexec.runtime.versions import MAX_DESCRIBED, MAX_SPECIALISED, ManagedSegment, State, Version
 
@@ -402,8 +403,10 @@ class SegmentManager:
         The others are counted by their reason.
         """
         lines = [line for segment in self.segments if segment.planned.compile for line in segment.describe()]
-        others = Counter(segment.fixed for segment in self.segments if not segment.planned.compile)
-        return lines + [f"{number} more: replay ({reason})" for reason, number in others.items() if reason]
+        others = Counter(s.fixed for s in self.segments if not s.planned.compile and s.planned.kind != "python")
+        lines += [f"{counted(number, 'segment')}: replay ({reason})" for reason, number in others.items() if reason]
+        waited = sum(segment.planned.kind == "python" for segment in self.segments)
+        return lines + [f"{counted(waited, 'operation')} between segments that Python waits for"] * bool(waited)
 
     def changing(self) -> bool:
         """Whether the plan or a segment's executor is about to change."""

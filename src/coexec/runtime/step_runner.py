@@ -143,7 +143,7 @@ class StepRunner:
                 try:
                     self._owner = threading.get_ident()
                     self._complete()
-                    self._begin(module, (args, kwargs), 1)
+                    self._begin(module, (args, kwargs), 1, block=False)
                     result = function(*args, **kwargs)
                     args = kwargs = None  # type: ignore[assignment]  # let go of the batch as the caller would
                     self._end(completed=True)
@@ -171,7 +171,7 @@ class StepRunner:
         try:
             self._owner = threading.get_ident()
             self._complete()
-            if self._begin(module, (), levels + 2) or self._plain:
+            if self._begin(module, (), levels + 2, block=True) or self._plain:
                 return True
         except BaseException:
             self._end(completed=False)
@@ -210,7 +210,7 @@ class StepRunner:
 
     # ------------------------------------------------------------------------------------------------ one iteration
 
-    def _begin(self, module: ModuleType, arguments: Any, levels: int) -> bool:
+    def _begin(self, module: ModuleType, arguments: Any, levels: int, block: bool) -> bool:
         self.counters.iterations += 1
         phase = self.policy.start_iteration()
         self._started_s = time.perf_counter()
@@ -227,9 +227,9 @@ class StepRunner:
         self._started_s, self._stalled_before_s = time.perf_counter(), self._native.stalled_in_calls_s
         self._stance = force_eager()
         if phase is Phase.CO_EXECUTION:
-            self._native.begin_coexec(arguments, levels, self.options.mode == "lazy", self._may_overlap())
+            self._native.begin_coexec(arguments, levels, block, self.options.mode == "lazy", self._may_overlap())
         else:
-            self._native.begin_trace(arguments, levels)
+            self._native.begin_trace(arguments, levels, block)
         return True
 
     def _plain_next(self) -> bool:

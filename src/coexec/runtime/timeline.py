@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coexec.config import disabled
 from coexec.errors import NothingRecordedError
 from coexec.graph.tracegraph import START
 from coexec.runtime.history import WAITS, Chain, user_line
@@ -27,10 +28,13 @@ RUNNERS = {1: "PythonRunner", 2: "GraphRunner"}
 
 
 def write_timeline(runner: StepRunner, path: Path) -> None:
-    """Writes the latest co-executed calls of a step to `path`. Raises NothingRecordedError if there are none."""
+    """Writes the latest co-executed calls of a step to `path`; none where COEXEC_DISABLE turns coexec off.
+
+    Raises NothingRecordedError if there are none and might be some.
+    """
     runner.complete()  # a graph that still runs writes to its list
     calls = runner.recorded_calls()
-    if not calls:
+    if not calls and not disabled():
         raise NothingRecordedError(runner.name, runner.phase().value)
     events = [*_names(runner), *_calls(runner, calls)]
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))

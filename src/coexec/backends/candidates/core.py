@@ -1,8 +1,9 @@
 """The part of a program that is worth compiling, and the thin frame around it that stays in torch.
 
-Left to the frame: outputs that are inputs, views of inputs, sizes, numbers and None; outputs that depend on no live input
-(a backend folds them, and hands out the same tensor in each call); repeated outputs; inputs that are not used. What a compiler gets takes tensors only and returns tensors only, each of them computed. So an output that
-aliases an input does so with every backend, and no backend has to know about sizes and numbers among the values.
+Left to the frame: outputs that are inputs, views of inputs, sizes, numbers and None; outputs that depend on no live
+input (a backend folds them, and hands out the same tensor in each call); repeated outputs; inputs that are not used.
+What a compiler gets takes tensors only and returns tensors only, each of them computed. So an output that aliases an
+input does so with every backend, and no backend has to know about sizes and numbers among the values.
 """
 
 from __future__ import annotations
