@@ -48,3 +48,27 @@ def test_another_value_is_read_where_one_was_handed_out_early() -> None:
     pair.run(1)
     pair.settle()
     pair.run(64 - pair.iteration)
+
+
+def test_a_segment_behind_a_branch_that_the_graph_waits_for() -> None:
+    """Which segment comes is known only when Python has gone there: it runs compiled all the same."""
+
+    def make() -> Program:
+        weight = torch.linspace(-1, 1, 64 * 64).view(64, 64)
+
+        def step(x: torch.Tensor, down: bool) -> torch.Tensor:
+            hidden = x @ weight
+            time.sleep(0.005)  # the graph comes to the branch first
+            if down:
+                return (((hidden.sin() + 1).exp() * 0.5).tanh() - 2).sigmoid()
+            return (((hidden.cos() - 1).exp() * 1.5).tanh() + 2).sigmoid()
+
+        return Program(step, lambda i: (torch.randn(64, 64), i % 3 == 1))
+
+    pair = Pair(make)
+    pair.settle()
+    pair.run(24)  # compiled code and replay have taken their turns in both
+    for _ in range(3):
+        before = pair.compiled_runs()
+        pair.run(2)
+        assert pair.compiled_runs() > before, pair.step.explain()

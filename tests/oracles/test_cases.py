@@ -17,6 +17,7 @@ WITHOUT_COMPILED_SEGMENTS: dict[str, str] = {
 
 PERHAPS_COMPILED: dict[str, str] = {
     "15_class_attribute_schedule": "new paths until call 8; its one segment is on a path seldom taken",
+    "17_buffer_reassigned": "the row that it writes moves: six places in memory, each with code of its own",
     "29_param_storage_swapped": "its weights are tied in call 10: what was compiled before is discarded",
     "33_python_random_shuffle": "the order of its work is drawn: its loop is folded, and a new path comes in call 14",
     "39_every_batch_another_shape": "21 sets of shapes",

@@ -221,6 +221,8 @@ void GraphRunner::run_iteration() {
     int32_t before = i == 0 ? kStart : it.entry(i - 1).node->id;
     if (!stalled(before, [&](double* s) { return it.wait_entry(i, s); }))
       return;
+    if (segment_at(i)) // only now is it known which way Python went
+      continue;
     Entry& e = it.entry(i);
     if (learning_)
       learn_sources(e, i);

@@ -1,0 +1,44 @@
+"""Kernels that note a wrong index: it is 0 from there on, wherever the loop keeps it."""
+
+from __future__ import annotations
+
+from coexec.backends.index_errors import CHECK, noted
+
+VECTOR = f"""
+for (...) {{
+    auto tmp9 = decltype(tmp3)::blendv(tmp8, tmp3, tmp6.template cast<int64_t,2>());
+    auto tmp10 =
+    [&]
+    {{
+        __at_align__ std::array<int64_t, 16> tmpbuf;
+        tmp9.store(tmpbuf.data(), static_cast<int64_t>(16));
+        return tmpbuf;
+    }}
+    ()
+    ;
+    auto tmp11 = loadu(tmp10);
+    {CHECK}tmp9((0 <= tmp11 & tmp11 < 50).all_masked(), "index out of bounds");
+    auto tmp13 = gather(in_ptr1, tmp10);
+}}
+"""
+"""As Inductor of torch 2.13 writes it: memory is read by `tmp10`, and `tmp9` is what it checks."""
+
+SCALAR = f"""
+for (...) {{
+    auto tmp9 = in_ptr0[x0];
+    {CHECK}tmp9((0 <= tmp9) & (tmp9 < 50), "index out of bounds");
+    auto tmp10 = in_ptr1[tmp9];
+}}
+"""
+
+
+def test_a_vector_and_the_array_of_its_elements_are_reset() -> None:
+    code = noted(VECTOR)
+    assert "coexec_index_error.store(1); tmp9 = decltype(tmp9)(0); tmp10.fill(0); } }((0 <= tmp11" in code
+    assert CHECK not in code
+
+
+def test_names_of_an_earlier_loop_are_not_those_of_a_later_one() -> None:
+    vector, scalar = noted(VECTOR + SCALAR).split("for (...)")[1:]
+    assert vector.count("tmp10.fill(0)") == 1
+    assert "tmp9 = decltype(tmp9)(0); } }(" in scalar
