@@ -17,24 +17,27 @@ for (...) {{
     ()
     ;
     auto tmp11 = loadu(tmp10);
-    {CHECK}tmp9((0 <= tmp11 & tmp11 < 50).all_masked(), "index out of bounds");
+    {CHECK}tmp9((0 <= tmp11 & tmp11 < 50).all_masked(), "index out of bounds: 0 <= tmp11 < 50L");
     auto tmp13 = gather(in_ptr1, tmp10);
+    atomic_add_vec(out_ptr0, tmp11, tmp13);
 }}
 """
-"""As Inductor of torch 2.13 writes it: memory is read by `tmp10`, and `tmp9` is what it checks."""
+"""As Inductor of torch 2.13 writes it: memory is read by `tmp10` and written by `tmp11`."""
 
 SCALAR = f"""
 for (...) {{
     auto tmp9 = in_ptr0[x0];
-    {CHECK}tmp9((0 <= tmp9) & (tmp9 < 50), "index out of bounds");
+    {CHECK}tmp9((0 <= tmp9) & (tmp9 < 50), "index out of bounds: 0 <= tmp9 < 50L");
     auto tmp10 = in_ptr1[tmp9];
 }}
 """
 
 
-def test_a_vector_and_the_array_of_its_elements_are_reset() -> None:
+def test_a_vector_the_array_of_its_elements_and_its_copy_are_reset() -> None:
     code = noted(VECTOR)
-    assert "coexec_index_error.store(1); tmp9 = decltype(tmp9)(0); tmp10.fill(0); } }((0 <= tmp11" in code
+    assert (
+        "coexec_index_error.store(1); tmp9 = decltype(tmp9)(0); tmp11 = decltype(tmp11)(0); tmp10.fill(0); } }(" in code
+    )
     assert CHECK not in code
 
 

@@ -30,6 +30,9 @@ CHECK = "COEXEC_CHECK_INDEX_"
 
 NOTE = "[&](bool right, const char*) {{ if (!right) {{ coexec_index_error.store(1); {resets} }} }}("
 
+CHECKS = re.compile(rf'{CHECK}(\w+)\((.*"index out of bounds: (?:\S+ <= )?(\w+))')
+"""(the index, the check, what the check compares: the index, or a copy of it that stores may use)."""
+
 ELEMENTS = re.compile(
     r"auto (?P<array>\w+) =\s*\[&\]\s*\{\s*__at_align__ std::array<[^>]*> tmpbuf;\s*"
     r"(?P<vector>\w+)\.store\(tmpbuf\.data\(\),[^;]*\);\s*return tmpbuf;\s*\}\s*\(\)"
@@ -96,14 +99,15 @@ def noted(code: str) -> str:
     """Returns the code of a kernel in which a wrong index is noted, and is 0 from there on, wherever it is kept."""
 
     def note(check: re.Match[str]) -> str:
-        index = check[1]
+        index, rest, compared = check.groups()
         before = code[: check.start()]
         defined = before.rfind(f"auto {index} =")  # names of an earlier loop come again
         arrays = [e["array"] for e in ELEMENTS.finditer(before, defined) if e["vector"] == index]
-        resets = [f"{index} = decltype({index})(0);", *(f"{array}.fill(0);" for array in arrays)]
-        return NOTE.format(resets=" ".join(resets))
+        resets = [f"{name} = decltype({name})(0);" for name in dict.fromkeys((index, compared))]
+        resets += [f"{array}.fill(0);" for array in arrays]
+        return NOTE.format(resets=" ".join(resets)) + rest
 
-    return re.sub(rf"{CHECK}(\w+)\(", note, code)
+    return CHECKS.sub(note, code)
 
 
 def _checking(original: Any) -> Any:
