@@ -78,10 +78,6 @@ inline bool is_python(Frame* f) {
 }
 } // namespace
 
-static int offset_in(PyCodeObject* code, Frame* f) {
-  return static_cast<int>(static_cast<const char*>(instruction(f)) - reinterpret_cast<const char*>(_PyCode_CODE(code)));
-}
-
 StepFrame step_frame(int levels, bool block) {
   StepFrame s;
   s.thread = PyThreadState_Get();
@@ -92,32 +88,43 @@ StepFrame step_frame(int levels, bool block) {
       f = f->previous;
   }
   (block ? s.last : s.stop) = f;
-  if (block && f)
-    s.entered_at = offset_in(code_of(f), f);
   return s;
+}
+
+template <class Visit>
+static void each_frame(const StepFrame& step, const Visit& visit) {
+  for (Frame* f = top(step.thread); f && f != step.stop; f = f->previous) {
+    if (is_python(f))
+      visit(f);
+    if (f == step.last)
+      break;
+  }
 }
 
 uint64_t location_hash(const StepFrame& step) {
   uint64_t h = 0x243F6A8885A308D3ull;
-  for (Frame* f = top(step.thread); f && f != step.stop; f = f->previous) {
-    if (is_python(f))
-      h = (h ^ reinterpret_cast<uintptr_t>(instruction(f))) * 0x9E3779B97F4A7C15ull;
-    if (f == step.last)
-      break;
-  }
+  each_frame(step, [&](Frame* f) { h = (h ^ reinterpret_cast<uintptr_t>(instruction(f))) * 0x9E3779B97F4A7C15ull; });
   return h ^ (h >> 29);
 }
 
 std::vector<FrameSite> location_chain(const StepFrame& step) {
   std::vector<FrameSite> chain;
-  for (Frame* f = top(step.thread); f && f != step.stop; f = f->previous) {
-    if (is_python(f)) {
-      PyCodeObject* code = code_of(f);
-      chain.push_back({code, offset_in(code, f)});
-    }
-    if (f == step.last)
-      break;
-  }
+  each_frame(step, [&](Frame* f) {
+    PyCodeObject* code = code_of(f);
+    auto at = static_cast<const char*>(instruction(f)) - reinterpret_cast<const char*>(_PyCode_CODE(code));
+    chain.push_back({code, static_cast<int>(at)});
+  });
   return chain;
+}
+
+std::vector<const void*> location_frames(const StepFrame& step) {
+  std::vector<const void*> frames;
+  each_frame(step, [&](Frame* f) { frames.push_back(f); });
+  return frames;
+}
+
+PyObject* on_stack(const void* frame, int depth) {
+  auto* f = static_cast<Frame*>(const_cast<void*>(frame));
+  return f->localsplus[code_of(f)->co_nlocalsplus + depth - 1];
 }
 } // namespace coexec

@@ -18,7 +18,6 @@ struct StepFrame {
   PyThreadState* thread = nullptr;
   void* stop = nullptr; // exclusive: the caller of a step that is a function
   void* last = nullptr; // inclusive: the frame of a step that is a block. Who resumes a coroutine's may change in it
-  int entered_at = -1; // of a block: its `with`, as FrameSite::offset
 };
 
 // Frame of the Python function that called into native code; `levels` frames further out. Needs the GIL.
@@ -29,6 +28,10 @@ StepFrame step_frame(int levels, bool block);
 uint64_t location_hash(const StepFrame& step);
 // The chain itself, innermost first. Needs the GIL (the caller keeps references).
 std::vector<FrameSite> location_chain(const StepFrame& step);
+// Its frames, in the same order: for `on_stack`, before Python goes on. Needs the GIL.
+std::vector<const void*> location_frames(const StepFrame& step);
+// What a frame has at a place of its value stack, counted from 1 at the bottom as exception tables do. Borrowed.
+PyObject* on_stack(const void* frame, int depth);
 
 inline uint64_t mix(uint64_t h, uint64_t v) {
   h = (h ^ v) * 0x9E3779B97F4A7C15ull;
