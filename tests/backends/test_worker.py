@@ -249,6 +249,8 @@ def test_a_stopped_child_and_its_compilers_end_with_a_killed_owner(end: str, tmp
     while _state(child) != "T" and time.monotonic() < deadline_s:
         time.sleep(0.05)
     compiler = int((tmp_path / "compiler").read_text())
+    while _state(compiler) != "T" and time.monotonic() < deadline_s:
+        time.sleep(0.05)  # the signal reaches the members of a group one after the other
     assert (_state(child), _state(compiler)) == ("T", "T")
     owner.send_signal(signal.SIGKILL)
     owner.wait()

@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ("slow", Outcome.OK, "of eager's"),
         ("wrong", Outcome.WRONG, "off the float64 run"),
         ("wrong-later", Outcome.WRONG, "off the float64 run"),
-        ("reuses-memory", Outcome.WRONG, "a later call changed"),
+        ("reuses-memory", Outcome.WRONG, "the memory of what an earlier call had returned"),
         ("writes-input", Outcome.WRONG, "input 0 was written"),
         ("transposed", Outcome.WRONG, "strides"),
         ("draws", Outcome.WRONG, "generator"),
