@@ -206,7 +206,10 @@ bool Iteration::wait_input(int64_t i, double* stalled_s) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   bool there = false, give_up = false;
   while (!there && !give_up) {
-    give_up = closed_.load() || python_waits_for_.load() != INT64_MAX;
+    // Python that waits for what is done, or has been handed out, has only not woken yet.
+    int64_t wants = python_waits_for_.load();
+    bool stuck = wants != INT64_MAX && wants > done_.load() && !published_unlocked(python_wants_.load());
+    give_up = closed_.load() || stuck;
     there = size_.load(std::memory_order_acquire) > i; // last: Python shows its entries before it waits
     if (!there && !give_up)
       graph_cv_.wait_for(l, std::chrono::microseconds(200));
