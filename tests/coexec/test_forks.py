@@ -80,8 +80,8 @@ def test_another_thread_forks_while_the_step_runs(overlap: bool) -> None:
     With `overlap=True` a child seldom ends by a signal, or waits for ever, on a loaded machine: the README's limits say
     so, and the quick tests leave it out.
 
-    It must not train that model: autograd's nodes have locks of their own, which the other thread may hold, also in
-    eager (a child was seen to wait in AccumulateGrad).
+    It must not train that model, nor compute with its parameters under autograd: tensors and autograd's nodes have locks
+    of their own, which the other thread may hold, also in eager (children were seen to wait in AccumulateGrad and fw_grad).
     """
     model, call, step = trained(lambda f: exact(f, overlap=overlap))
     other = exact(lambda x: (x * 2).sum().item())
@@ -94,7 +94,7 @@ def test_another_thread_forks_while_the_step_runs(overlap: bool) -> None:
     def child() -> bool:
         for p in model.parameters():
             assert p.grad is None or p.grad.shape == p.shape
-            assert torch.isfinite(p).all()
+            assert torch.isfinite(p.data).all()
             assert len(p.tolist()) == len(p)
         assert other(batch(3)) == (batch(3) * 2).sum().item()
         _, train, _ = trained(lambda f: exact(f, overlap=overlap))
