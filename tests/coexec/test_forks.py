@@ -80,8 +80,9 @@ def test_another_thread_forks_while_the_step_runs(overlap: bool) -> None:
     With `overlap=True` a child seldom ends by a signal, or waits for ever, on a loaded machine: the README's limits say
     so, and the quick tests leave it out.
 
-    It must not train that model, nor compute with its parameters under autograd: tensors and autograd's nodes have locks
-    of their own, which the other thread may hold, also in eager (children were seen to wait in AccumulateGrad and fw_grad).
+    It must not train that model, nor compute with its parameters under autograd: tensors and autograd's nodes have
+    locks of their own, which the other thread may hold, also in eager (children were seen to wait in AccumulateGrad and
+    in fw_grad).
     """
     model, call, step = trained(lambda f: exact(f, overlap=overlap))
     other = exact(lambda x: (x * 2).sum().item())
