@@ -57,6 +57,8 @@ def test_environment_replaces_a_default_but_no_other_value(monkeypatch: pytest.M
     monkeypatch.setenv("COEXEC_MODE", "eager")
     assert config.make_options().mode == "eager"
     assert config.make_options(mode="lazy").mode == "lazy"
+    monkeypatch.setenv("COEXEC_MODE", "")  # `COEXEC_MODE= command`: unset
+    assert config.make_options().mode == "coexec"
     monkeypatch.setenv("COEXEC_MODE", "eagre")
     with pytest.raises(errors.OptionValueError, match=r"COEXEC_MODE='eagre' is not valid. Did you mean 'eager'"):
         config.make_options()

@@ -146,6 +146,9 @@ def test_a_subgraph_that_is_not_stored_is_wrong_usage(run: Run, tuner: PlantedTu
     answer = run("tune", "feed")
     assert answer.status == USAGE
     assert "begins with feed" in answer.err
+    answer = run("tune", "feed", "--candidates", "onnxruntime")
+    assert answer.status == USAGE
+    assert "that onnxruntime could run begins with feed" in answer.err
 
 
 def test_an_empty_store_has_nothing_to_tune(run: Run) -> None:

@@ -295,6 +295,12 @@ def test_missing_python_header_is_named(sources: Path, monkeypatch: pytest.Monke
     assert caught.value.missing == "Python.h"
 
 
+def test_a_program_that_is_no_compiler_is_not_called_missing(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(errors.NativeBuildError, match="`/bin/false --version`, which CXX names, fails"):
+        native.build(verbose=False, sources=sources)
+
+
 def test_compile_error_shows_the_compiler_line_and_the_log(sources: Path) -> None:
     (sources / "module.cpp").write_text("int broken() { return nothing; }\n")
     with pytest.raises(errors.NativeBuildError, match=r"'nothing' was not declared") as caught:

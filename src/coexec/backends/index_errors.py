@@ -107,7 +107,9 @@ def noted(code: str) -> str:
         resets += [f"{array}.fill(0);" for array in arrays]
         return NOTE.format(resets=" ".join(resets)) + rest
 
-    return CHECKS.sub(note, code)
+    code = CHECKS.sub(note, code)
+    assert CHECK not in code, "the checks of this torch are written in another way"
+    return code
 
 
 def _checking(original: Any) -> Any:
