@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contest.contenders import CONTENDERS
+from benchmarks.contest.contenders import CONTENDERS, KEPT
 from benchmarks.programs import catalog
 from benchmarks.programs.program import Program
 from examples.demo.child import serve, status_bytes
@@ -27,6 +27,8 @@ from examples.demo.child import serve, status_bytes
 SEED, FRESH_SEED = 0, 1
 QUIET_STEPS = 128
 """Steps without a change of phase or executors after which a co-executed step has settled, its trial included."""
+QUIET_STEPS_KEPT = 48
+"""The same for a step that is kept in co-execution, where only segments have trials."""
 ASK_EVERY = 16
 
 
@@ -41,6 +43,7 @@ class Worker:
         self.initial = parameters_of(self.program)
         self.step = CONTENDERS[contender].apply(self.program)
         self.ours = hasattr(self.step, "wait_compiled")
+        self.quiet_steps = QUIET_STEPS_KEPT if contender in KEPT else QUIET_STEPS
         self.started_s = time.perf_counter()
 
     def do_ready(self) -> dict[str, Any]:
@@ -115,13 +118,13 @@ class Worker:
     def _quiet_by(self, deadline_s: float, ends_s: list[float], times_s: list[float]) -> bool:
         """Runs steps until nothing has changed for a while; False if the time was over before."""
         last, quiet = self._settings(), 0
-        while quiet < QUIET_STEPS and time.perf_counter() < deadline_s:
+        while quiet < self.quiet_steps and time.perf_counter() < deadline_s:
             for whole, part in zip((ends_s, times_s), self._run(ASK_EVERY), strict=True):
                 whole.extend(part)
             now = self._settings()
             quiet = quiet + ASK_EVERY if now == last and self.step.wait_compiled(0.0) else 0  # type: ignore[attr-defined]
             last = now
-        return quiet >= QUIET_STEPS
+        return quiet >= self.quiet_steps
 
     def _settings(self) -> tuple[Any, ...]:
         stats = self.step.stats()  # type: ignore[attr-defined]

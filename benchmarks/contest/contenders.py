@@ -17,6 +17,7 @@ Step = Callable[[Any], Any]
 EAGER, EAGER_AGAIN, DISTURBED = "eager", "eager again", "eager disturbed"
 COEXEC, COEXEC_KEPT = "coexec", "coexec kept"
 COEXEC_LAZY, COEXEC_REPLAY = "coexec lazy", "coexec replay"
+KEPT = (COEXEC_KEPT, COEXEC_LAZY, COEXEC_REPLAY)
 DISTURBANCE = 1e-7
 """Relative size of what is added to the parameters of DISTURBED: about float32's rounding."""
 

@@ -1,6 +1,7 @@
 #include "op_info.h"
 #include <unordered_map>
 #include <unordered_set>
+#include "location.h"
 #include "process_lock.h"
 
 namespace coexec {
@@ -183,13 +184,24 @@ std::unique_ptr<OpInfo> make(const c10::OperatorHandle& op) {
 ProcessMutex op_info_m, pseudo_op_m;
 } // namespace
 
-const OpInfo* op_info(const c10::OperatorHandle& op) {
+static const OpInfo* shared_op_info(const c10::OperatorHandle& op) {
   static auto* table = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OpInfo>>();
   std::lock_guard<ProcessMutex> l(op_info_m);
   auto& e = (*table)[&op.schema()];
   if (!e)
     e = make(op);
   return e.get();
+}
+
+const OpInfo* op_info(const c10::OperatorHandle& op) {
+  // The same few operators come again and again: what this thread has seen needs no lock.
+  constexpr size_t kRecent = 64;
+  static thread_local std::pair<const c10::FunctionSchema*, const OpInfo*> recent[kRecent] = {};
+  const auto* schema = &op.schema();
+  auto& seen = recent[mix(0, reinterpret_cast<uintptr_t>(schema)) % kRecent];
+  if (seen.first != schema)
+    seen = {schema, shared_op_info(op)};
+  return seen.second;
 }
 
 const OpInfo* pseudo_op(const std::string& name) {

@@ -5,18 +5,24 @@
 namespace coexec {
 
 bool is_special(const c10::TensorImpl& t) {
+  static const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+  static const c10::DispatchKeySet usual = cpu | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet(kKey);
+  auto ks = t.key_set();
+  if ((ks | usual) == usual && (ks & cpu) == cpu) // nearly all
+    return !t.has_storage() || t.has_symbolic_sizes_strides();
   static const c10::DispatchKeySet odd =
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize});
-  return !t.is_cpu() || t.layout() != at::kStrided || !t.has_storage() || t.key_set().has_any(odd) ||
-      t.has_symbolic_sizes_strides() || t.key_set().has(c10::DispatchKey::NestedTensorCPU) ||
-      t.key_set().has(c10::DispatchKey::QuantizedCPU) || isQIntType(t.dtype().toScalarType());
+  return !t.is_cpu() || t.layout() != at::kStrided || !t.has_storage() || ks.has_any(odd) ||
+      t.has_symbolic_sizes_strides() || ks.has(c10::DispatchKey::NestedTensorCPU) ||
+      ks.has(c10::DispatchKey::QuantizedCPU) || isQIntType(t.dtype().toScalarType());
 }
 
 void Recorder::begin(std::vector<c10::StorageImpl*> step_arguments) {
   ops.clear();
   externals.clear();
+  number_of_.clear();
   known_.clear();
-  forgotten_.clear();
   counts_.clear();
   external_storages_ = 0;
   other_device.clear();
@@ -38,19 +44,22 @@ void Recorder::begin_with_prefix(std::vector<c10::StorageImpl*> step_arguments, 
   }
 }
 
+Recorder::Known& Recorder::known(c10::StorageImpl* p, bool external) {
+  auto [entry, is_new] = number_of_.emplace(p, static_cast<uint32_t>(known_.size()));
+  if (is_new) {
+    auto& k = known_.emplace_back();
+    k.alive = c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p));
+    k.external_storage = external ? external_storages_++ : -1;
+  }
+  return known_[entry->second];
+}
+
 void Recorder::register_value(const c10::Storage& s, const Geometry* g, TraceValue v) {
-  auto* p = s.unsafeGetStorageImpl();
-  auto it = known_.find(p);
-  if (it == known_.end())
-    it = known_
-             .emplace(p,
-                 Known{c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)),
-                     -1, {}})
-             .first;
-  for (auto& e : it->second.values)
+  auto& values = known(s.unsafeGetStorageImpl(), false).values;
+  for (auto& e : values)
     if (e.first == g)
       return; // the first value with this geometry stands for all
-  it->second.values.emplace_back(g, v);
+  values.emplace_back(g, v);
 }
 
 // A subclass may claim any device: what it is made of comes by itself.
@@ -64,18 +73,11 @@ TraceInput Recorder::input(const at::Tensor& t) {
   if (!impl->has_storage() || is_special(*impl))
     return {{kExternal, -1}, nullptr, nullptr};
   auto* p = impl->unsafe_storage().unsafeGetStorageImpl();
-  const Geometry* g = intern_of(*impl);
-  auto it = known_.find(p);
-  if (it == known_.end())
-    it = known_
-             .emplace(p,
-                 Known{c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(p)),
-                     external_storages_++, {}})
-             .first;
-  auto& k = it->second;
+  auto& k = known(p, true);
   for (auto& e : k.values)
-    if (e.first == g)
-      return {e.second, g, p};
+    if (matches(*e.first, *impl))
+      return {e.second, e.first, p};
+  const Geometry* g = intern_of(*impl);
   if (k.external_storage < 0) {
     // Memory of the trace seen through a geometry that no op announced (`set_data`, an in-place metadata change).
     // Its values are known by storage: any of them names the memory.
@@ -188,15 +190,16 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
     inputs.push_back(&x);
     arg_of.push_back(arg);
   });
-  c10::SmallVector<at::Tensor, 3> outs;
+  c10::SmallVector<const at::Tensor*, 3> outs;
   for (const auto& r : results) {
     if (r.isTensor()) {
       t.returns.push_back(-1);
-      outs.push_back(r.toTensor());
+      outs.push_back(&r.toTensor());
     } else if (r.isTensorList()) {
-      auto l = r.toTensorVector();
+      auto l = r.toListRef();
       t.returns.push_back(static_cast<int32_t>(l.size()));
-      outs.append(l.begin(), l.end());
+      for (const auto& e : l)
+        outs.push_back(&e.toTensor());
     } else {
       t.kind = Kind::Sync;
       return;
@@ -216,7 +219,7 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
   bool all_alias = !outs.empty();
   for (size_t k = 0; k < outs.size(); k++) {
     Output o;
-    const auto& x = outs[k];
+    const auto& x = *outs[k];
     o.defined = x.defined();
     if (!o.defined) {
       t.outputs.push_back(o);
@@ -276,7 +279,7 @@ void Recorder::describe_outputs(TraceOp& t, c10::ArrayRef<c10::IValue> before, c
       }
       continue;
     }
-    register_value(outs[k].storage(), t.geometries[k], {index, static_cast<int32_t>(k)});
+    register_value(outs[k]->storage(), t.geometries[k], {index, static_cast<int32_t>(k)});
   }
 }
 
@@ -295,13 +298,9 @@ void Recorder::forget_outputs(TraceOp& t) {
 }
 
 void Recorder::make_external(const TraceOp& t) {
-  for (const auto& i : t.inputs) {
-    auto it = i.storage ? known_.find(i.storage) : known_.end();
-    if (it == known_.end())
-      continue;
-    forgotten_.push_back(std::move(it->second.alive)); // the address must stay unique for the rest of the trace
-    known_.erase(it);
-  }
+  for (const auto& i : t.inputs)
+    if (i.storage)
+      number_of_.erase(i.storage); // its entry stays: the address must be unique for the rest of the trace
 }
 
 void Recorder::record_pseudo(const OpInfo* info, Kind kind, const OpIdentity& id, const at::Tensor* x) {

@@ -113,10 +113,18 @@ class Recorder {
 
  private:
   struct Known {
-    c10::weak_intrusive_ptr<c10::StorageImpl> alive; // keeps the address from being reused, not the memory
-    int32_t external_storage; // dense number, or -1 if an op of the trace made it
+    // Keeps the address from being reused, not the memory.
+    c10::weak_intrusive_ptr<c10::StorageImpl> alive{c10::intrusive_ptr<c10::StorageImpl>()};
+    int32_t external_storage = -1; // dense number, or -1 if an op of the trace made it
     c10::SmallVector<std::pair<const Geometry*, TraceValue>, 2> values;
+
+    void reset() {
+      alive.reset();
+      values.clear();
+    }
   };
+  // What is known about memory; `external`: it comes from outside, if it is new.
+  Known& known(c10::StorageImpl* p, bool external);
   TraceInput input(const at::Tensor& t);
   void note_device(const c10::TensorImpl& t);
   void describe_outputs(TraceOp& op, c10::ArrayRef<c10::IValue> before, c10::ArrayRef<c10::IValue> results);
@@ -126,8 +134,8 @@ class Recorder {
   void classify_host_state();
   TraceValue outside_value(const TraceInput& i, ska::flat_hash_map<c10::StorageImpl*, int32_t>* numbers);
 
-  ska::flat_hash_map<c10::StorageImpl*, Known> known_;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> forgotten_;
+  Recycled<Known> known_;
+  ska::flat_hash_map<c10::StorageImpl*, uint32_t, AddressHash> number_of_; // in known_
   ska::flat_hash_map<uint64_t, uint32_t> counts_;
   std::vector<c10::StorageImpl*> step_arguments_;
   int32_t external_storages_ = 0;
@@ -141,7 +149,7 @@ bool encode_args(
   out->reserve(stack.size());
   for (size_t i = 0; i < stack.size(); i++) {
     const auto& v = stack[i];
-    Arg a{Arg::Static};
+    Arg& a = out->emplace_back(Arg{Arg::Static});
     switch (info.args[i].cls) {
       case ArgClass::Tensor:
         if (!v.isTensor() || !v.toTensor().defined()) {
@@ -186,7 +194,6 @@ bool encode_args(
         plain &= v.isNone();
         break;
     }
-    out->push_back(std::move(a));
   }
   return plain;
 }
