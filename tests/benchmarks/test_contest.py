@@ -19,7 +19,7 @@ import benchmarks.contest.__main__ as contest
 from benchmarks.contest import timeline
 from benchmarks.contest.__main__ import main
 from benchmarks.contest.budget import FEWEST_ROUNDS, STARTS, UNLIMITED, Budget
-from benchmarks.contest.child import ASK_EVERY, QUIET_STEPS, Worker, parameters_of, waits_by_reason
+from benchmarks.contest.child import ASK_EVERY, QUIET_STEPS, QUIET_STEPS_KEPT, Worker, parameters_of, waits_by_reason
 from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER
 from benchmarks.contest.converting import difference, exported, frozen, reason, scripted, traced, train, verdict
 from benchmarks.contest.measure import by_importance, distance, first_fast_s, per_step
@@ -252,10 +252,10 @@ def test_conversions_can_be_found_out_later(tmp_path: Path, monkeypatch: pytest.
         assert list(entry["conversions"]) == ["a way"]
 
 
-def settled(after: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[float]]:
+def settled(after: int, monkeypatch: pytest.MonkeyPatch, quiet: int = QUIET_STEPS) -> tuple[int, list[float]]:
     """The steps until a contender has settled whose segments change last in step `after`; its waits for compilation."""
     worker, waits = Worker.__new__(Worker), []
-    worker.ours, ran = True, []
+    worker.ours, worker.quiet_steps, ran = True, quiet, []
     monkeypatch.setattr(worker, "_run", lambda steps: (ran.extend([0.0] * steps), ([0.0] * steps, [0.0] * steps))[1])
     monkeypatch.setattr(worker, "_settings", lambda: min(len(ran), after))
     worker.step = SimpleNamespace(wait_compiled=lambda limit_s: waits.append(limit_s) or True)
@@ -266,6 +266,7 @@ def settled(after: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[floa
 def test_what_has_settled_is_not_run_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled(0, monkeypatch) == (QUIET_STEPS, [])
     assert settled(2 * ASK_EVERY, monkeypatch) == (QUIET_STEPS + 2 * ASK_EVERY, [])
+    assert settled(ASK_EVERY, monkeypatch, QUIET_STEPS_KEPT) == (QUIET_STEPS_KEPT + ASK_EVERY, [])
 
 
 def test_a_result_that_is_not_bit_identical_is_called_wrong(tmp_path: Path) -> None:
