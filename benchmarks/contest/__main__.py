@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         keep(result, options.out)
         if not options.json:
             announce(name, programs[name])
-    result["programs"] = {name: programs[name] for name in catalog.PROGRAMS if name in names}
+    result["programs"] = {name: programs[name] for name in catalog.PROGRAMS if name in programs}
     keep(result, options.out)
     return result
 

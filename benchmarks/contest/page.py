@@ -29,6 +29,7 @@ from benchmarks.markdown import table
 from benchmarks.programs import catalog
 
 NOTHING = "-"
+FEW_ROUNDS = 5
 
 
 def write_page(result: dict[str, Any], page: Path) -> None:
@@ -46,7 +47,8 @@ def sections(result: dict[str, Any], pictures: Sequence[Path]) -> Iterable[str]:
     yield "## Throughput\n\n" + throughput(result)
     yield "## The programs\n\n" + programs(result)
     yield "## Does it convert at all?\n\n" + conversions(result)
-    yield "## Lazy evaluation\n\n" + lazy(result)
+    if any({COEXEC_KEPT, COEXEC_LAZY} <= entry["contenders"].keys() for entry in measured(result).values()):
+        yield "## Lazy evaluation\n\n" + lazy(result)
     yield "## Start, memory, compilations\n\n" + costs(result)
     yield "## Agreement with eager\n\n" + agreement(result)
     yield "## Where a step's time goes\n\n" + breakdown(result)
@@ -93,8 +95,9 @@ def environment(result: dict[str, Any]) -> str:
     return (
         f"{result['began']}; {machine['processor']}, {machine['cores']} cores, {machine['capability']}; torch "
         f"{machine['torch']}, Python {machine['python']}, {machine['torch_threads']} threads; load when it began: "
-        f"{machine['load_average'][0]}. {plan['warm_steps']} steps of warm-up, then {plan['rounds']} rounds by turns "
-        f"of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn."
+        f"{machine['load_average'][0]}. {plan['warm_steps']} steps of warm-up, for coexec more of them until nothing "
+        f"changes ({plan['settle_s']:.0f} s at most, twice that if it still compiles); then {plan['rounds']} rounds by "
+        f"turns of {plan['turn_steps']} steps; each contender has a process of its own, which sleeps out of its turn."
         f"{in_parts(result)}{limited(plan)}{sized}{left_out(result)}"
     )
 
@@ -141,8 +144,8 @@ def ratio(entry: dict[str, Any], name: str | None) -> str:
 
 def throughput(result: dict[str, Any]) -> str:
     """Speedups over eager; the last rows are geometric means, a contender that failed counted as 1.0x."""
-    names = [name for name in CONTENDERS if name not in (EAGER, DISTURBED)]
     programs = measured(result)
+    names = [name for name in contenders_of(result) if name not in (EAGER, DISTURBED)]
     rows = [
         [name, f"{entry['contenders'][EAGER]['median_ms']:.1f} ms", *(ratio(entry, other) for other in names)]
         + [f"{ratio(entry, best_compile(entry))} ({best_compile(entry)})" if best_compile(entry) else NOTHING]
@@ -152,12 +155,27 @@ def throughput(result: dict[str, Any]) -> str:
     columns = [[other] * len(programs) for other in names] + [best]
     means = [mean_speedup(list(programs.values()), column) for column in columns]
     rows.append(["geometric mean", "", *(f"{mean:.3f}x" if mean else NOTHING for mean in means)])
-    legend = "\n".join(f"- {contender.name}: {contender.what}" for contender in CONTENDERS.values())
+    legend = "\n".join(f"- {name}: {CONTENDERS[name].what}" for name in contenders_of(result))
     heads = ["program", "eager", *names, "best torch.compile"]
     return (
         "Ratios of throughput to eager's, above 1 is faster: median over rounds with a 95% bootstrap interval. "
-        "A contender that failed counts as 1.0x in the mean.\n\n" + table(heads, rows) + "\n\n" + legend
+        f"{few_rounds(result)}A contender that failed counts as 1.0x in the mean.\n\n"
+        + table(heads, rows)
+        + "\n\n"
+        + legend
     )
+
+
+def contenders_of(result: dict[str, Any]) -> list[str]:
+    """Returns those that ran with some program, in the catalog's order."""
+    ran = {name for entry in measured(result).values() for name in (*entry["contenders"], *entry["distances"])}
+    return [name for name in CONTENDERS if name in ran]
+
+
+def few_rounds(result: dict[str, Any]) -> str:
+    """Returns a warning where so few rounds were measured that an interval is no more than the rounds themselves."""
+    rounds = result["plan"]["rounds"]
+    return f"With {rounds} rounds an interval says little. " if rounds < FEW_ROUNDS else ""
 
 
 def mean_speedup(entries: Sequence[dict[str, Any]], names: Sequence[str | None]) -> float | None:
@@ -187,8 +205,10 @@ def conversions(result: dict[str, Any]) -> str:
 
 def co_executed_verdict(entry: dict[str, Any]) -> str:
     """Whether coexec without the compiler trained exactly what eager did, and in which phase it ended."""
-    if COEXEC_REPLAY not in entry.get("contenders", {}):
-        return NOTHING
+    ran = entry.get("contenders", {})
+    if COEXEC_REPLAY not in ran:
+        trained = next((name for name in (COEXEC, COEXEC_KEPT) if name in ran), None)
+        return f"runs ({ran[trained]['coexec']['stats']['phase']})" if trained else NOTHING
     exact = entry["distances"][COEXEC_REPLAY] == 0.0 and entry["losses"][COEXEC_REPLAY] == entry["losses"][EAGER]
     phase = entry["contenders"][COEXEC_REPLAY]["coexec"]["stats"]["phase"]
     return ("yes, bit-identical" if exact else "WRONG") + f" ({phase})"
@@ -217,9 +237,9 @@ def costs(result: dict[str, Any]) -> str:
             rows.append([name, other, start, peak, compilations(found)])
     heads = ["program", "contender", "first fast step, s", "peak memory by eager's", "compilations"]
     intro = (
-        "A step is fast if it takes at most 1.1 times what it takes when measured. Caches of compiled code are kept "
-        "from run to run, torch.compile's and coexec's: where they know a program, the start is that of a second "
-        "process.\n\n"
+        "A step is fast if it takes at most 1.1 times what it takes when measured; -: none of the warm-up was. Caches "
+        "of compiled code are kept from run to run, torch.compile's and coexec's: where they know a program, the start "
+        "is that of a second process.\n\n"
     )
     return intro + table(heads, rows)
 
@@ -237,15 +257,15 @@ def compilations(found: dict[str, Any]) -> str:
 
 def agreement(result: dict[str, Any]) -> str:
     """How far the parameters are from eager's after the warm-up, by how far eager's have come."""
-    names = [name for name in CONTENDERS if name != EAGER]
+    names = [name for name in contenders_of(result) if name != EAGER]
     rows = [
         [name, *(f"{entry['distances'][other]:.1e}" if other in entry["distances"] else NOTHING for other in names)]
         for name, entry in measured(result).items()
     ]
     intro = (
-        f"After the warm-up, on the same batches: distance of the parameters from eager's by the way eager's have "
-        f'come. "{DISTURBED}" began from parameters that differ by rounding: what is no further than that is right. '
-        "torch.compile draws other random numbers than eager, so that with dropout it trains something else.\n\n"
+        "After the warm-up, on the same batches: distance of the parameters from eager's, divided by how far eager's "
+        f'have moved. "{DISTURBED}" began from parameters that differ by rounding: what is no further than that is '
+        "right. torch.compile draws other random numbers than eager, so that with dropout it trains something else.\n\n"
     )
     return intro + table(["program", *names], rows)
 
@@ -254,7 +274,8 @@ def breakdown(result: dict[str, Any]) -> str:
     """Milliseconds and events per step, from coexec's own counters."""
     rows = []
     for name, entry in measured(result).items():
-        for other in (COEXEC_KEPT, COEXEC_REPLAY):
+        kept = COEXEC_KEPT if COEXEC_KEPT in entry["contenders"] else COEXEC
+        for other in (kept, COEXEC_REPLAY):
             spent = entry["contenders"].get(other, {}).get("per_step")
             if not spent:
                 continue

@@ -95,6 +95,19 @@ def test_a_wrong_artifact_is_refused(name: str, monkeypatch: pytest.MonkeyPatch)
     assert any(re.search(message, problem) for problem in report.problems), report.problems
 
 
+def test_strides_of_dimensions_of_one_element_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution by 1x1 gives its weight's gradient the strides of channels-last memory: the same addresses."""
+    torch.manual_seed(2)
+    x = torch.randn(3, 4)
+    recording = record(lambda recorder: [(x * 2).view(3, 4, 1, 1).clone()], "functional")
+
+    def change(results: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [results[0].as_strided((3, 4, 1, 1), (4, 1, 4, 4)), *results[1:]]
+
+    report = check(recording, wrong(change)(recording), monkeypatch)
+    assert report.accepted, report.problems
+
+
 def test_a_published_value_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = small()
 

@@ -162,6 +162,7 @@ def sample_result() -> dict[str, Any]:
     }
     machine = {"processor": "a | b", "cores": 2, "capability": "AVX2", "torch": "2", "python": "3", "torch_threads": 2}
     plan = {"warm_steps": 100, "rounds": 10, "turn_steps": 10, "tiny": True, "budget_s": 2400.0}
+    plan["settle_s"] = 300.0
     programs = {"gpt2": entry, "lora": {"missing": "needs transformers"}}
     return {"began": "today", "machine": machine | {"load_average": [0.1]}, "plan": plan, "programs": programs}
 
@@ -230,6 +231,8 @@ def test_an_interrupted_run_goes_on_where_it_was(
     result = json.loads((tmp_path / "run.json").read_text())
     assert [entry["failed"] for entry in result["programs"].values()] == ["dcgan 1", "gpt2 3", "moe 4"]
     assert len(result["resumed"]) == 1
+    main(["moe", *words[3:], "--resume"])
+    assert list(json.loads((tmp_path / "run.json").read_text())["programs"]) == ["dcgan", "gpt2", "moe"], "none is lost"
     main([*words, "--resume", "--rounds", "3"])
     assert asked[4:] == ["dcgan", "gpt2", "moe"]
     assert "run.json is begun anew: plan changed since" in capsys.readouterr().err
@@ -267,6 +270,21 @@ def test_what_has_settled_is_not_run_once_more(monkeypatch: pytest.MonkeyPatch) 
     assert settled(0, monkeypatch) == (QUIET_STEPS, [])
     assert settled(2 * ASK_EVERY, monkeypatch) == (QUIET_STEPS + 2 * ASK_EVERY, [])
     assert settled(ASK_EVERY, monkeypatch, QUIET_STEPS_KEPT) == (QUIET_STEPS_KEPT + ASK_EVERY, [])
+
+
+def test_a_page_of_a_small_run_shows_what_ran(tmp_path: Path) -> None:
+    result = sample_result()
+    entry = result["programs"]["gpt2"]
+    entry["contenders"] = {name: entry["contenders"][name] for name in (EAGER, "compile", "coexec")}
+    entry["distances"] = {EAGER: 0.0, DISTURBED: 1e-4, "coexec": 1e-5}
+    result["plan"]["rounds"] = 2
+    write_page(result, tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "| program | eager | compile | coexec | best torch.compile |" in " ".join(text.split(" "))
+    assert "runs (co-execution)" in text, "its verdict, though nobody compared bits"
+    assert "| gpt2 | coexec | 100% |" in text, "where the time goes"
+    assert "With 2 rounds an interval says little." in text
+    assert "## Lazy evaluation" not in text
 
 
 def test_a_result_that_is_not_bit_identical_is_called_wrong(tmp_path: Path) -> None:

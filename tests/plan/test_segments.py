@@ -361,6 +361,23 @@ def test_an_input_that_was_found_to_come_late_after_a_fetch_starts_a_new_segment
     assert shape(cut_segments(graph, plan, by_name(graph), late=late)) == [("functional", 6), ("functional", 6)]
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_cannot_be_compiled_stands_apart(writes: bool) -> None:
+    step = Step()
+    value = step.work(5)
+    if writes:
+        value = step.write("big_add_", step.external(), value)
+    value = step.op("odd", step.op("odd", value))
+    step.work(5, value)
+    graph, plan, segments = cut(step)
+    kind = "commit" if writes else "functional"
+    assert shape(segments) == [(kind, 12 + writes)]
+    odd = {node.id for node in graph.nodes if node.op == "odd"}
+    apart = cut_segments(graph, plan, by_name(graph), apart=odd)
+    assert shape(apart) == [(kind, 5 + writes), (kind, 1), (kind, 1), (kind, 5)]
+    assert [segment.compile for segment in apart.segments] == [True, False, False, True]
+
+
 def test_a_value_picked_in_plain_python_is_an_input_of_its_segment() -> None:
     steps = []
     for pick in (0, 1):
@@ -415,10 +432,10 @@ TIGHT = st.builds(
 """Limits that short programs reach."""
 
 
-@given(PROGRAMS, st.lists(st.integers(0, 1000), min_size=1, max_size=5), TIGHT)
+@given(PROGRAMS, st.lists(st.integers(0, 1000), min_size=1, max_size=5), TIGHT, st.sampled_from([1, 2, 3, 7]))
 @settings(max_examples=80, deadline=None)
 def test_random_programs_never_deadlock_and_never_write_ahead(
-    program: Program, seeds: list[int], limits: Limits
+    program: Program, seeds: list[int], limits: Limits, apart_of: int
 ) -> None:
     graph = TraceGraph()
     paths = [merge(graph, run(program, seed)).nodes for seed in seeds]
@@ -427,8 +444,11 @@ def test_random_programs_never_deadlock_and_never_write_ahead(
     def bytes_of(node: int, position: int) -> int:
         return (SMALL, SMALL, LARGE)[node % 3]
 
-    segments = cut_segments(graph, plan, bytes_of, limits)
+    apart = {node.id for node in graph.nodes if node.kind == OpKind.COMPUTE and node.id % apart_of == 1}
+    segments = cut_segments(graph, plan, bytes_of, limits, apart=apart)
     check_segments(segments, plan, graph, bytes_of, limits)
+    for segment in (s for s in segments.segments if not apart.isdisjoint(s.nodes)):
+        assert sum(graph.nodes[node].kind != OpKind.HOST for node in segment.nodes) == 1, "graphs step over HOST nodes"
     for path in paths:
         Runners(graph, plan, segments, path).run()
     for segment in segments.segments:

@@ -74,7 +74,7 @@ class Failure:
     key: str
     kind: str  # one of FAILURE_KINDS
     reason: str  # readable, names the op where one is to blame
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # "op" of what cannot be lowered, "report" of what is wrong
 
 
 class ArtifactCache:

@@ -271,7 +271,8 @@ class CompileWorker:
     def _take(self, job: _Job, answer: dict[str, Any]) -> None:
         if (failure := answer["failure"]) is not None:
             # The child has stored it already.
-            known = Failure(job.key, failure["kind"], failure["reason"])
+            facts = {"op": failure["op"]} if "op" in failure else {}
+            known = Failure(job.key, failure["kind"], failure["reason"], facts)
             self._finished.append(Finished(job.number, job.key, None, known, answer["report"]))
             return self._clean(job)
         artifact = self.cache.get(job.key)

@@ -156,7 +156,8 @@ def _compile_and_store(
         try:
             compiled = compile_it(spec, Path(scratch))
         except (NotLowerableError, NotExpressibleError) as error:
-            return _refuse(cache, key, text, {"kind": "not lowerable", "reason": str(error)})
+            op = {"op": error.op} if isinstance(error, NotLowerableError) else {}
+            return _refuse(cache, key, text, {"kind": "not lowerable", "reason": str(error), **op})
         except Exception as error:
             return _refuse(cache, key, text, _failure("compile error", error))
         live = _live_inputs(job)
@@ -218,7 +219,10 @@ def _check(job: dict[str, Any], spec: Any, library: Path, live: list[tuple[list[
 
 
 def _refuse(cache: Any, key: str, text: str, failure: dict[str, str], report: Any = None) -> dict[str, Any]:
-    cache.put_failure(key, text, failure["kind"], failure["reason"], {"report": report} if report else None)
+    facts = {"report": report, "op": failure.get("op")}
+    cache.put_failure(
+        key, text, failure["kind"], failure["reason"], {name: fact for name, fact in facts.items() if fact}
+    )
     return {"failure": failure, "report": report}
 
 

@@ -44,6 +44,7 @@ class BlockFacts:
     largest_bytes: list[int]  # the largest of these writes
     total_bytes: list[int]  # all of them
     late: list[bool]  # needs a word from Python (`memory.needs_python`)
+    apart: list[bool]  # no backend compiles it: it has a segment of its own, so that what is around it can be compiled
     to_write: list[float]  # ops from here to the next external write; inf if a FETCH or a python node comes first
     to_stop: list[float]  # ops from here to the next FETCH, python node or the end of the block
 
@@ -59,6 +60,7 @@ class OpenSegment:
     has_late: bool = False
     has_fetch: bool = False
     has_foreign_write: bool = False
+    is_apart: bool = False  # its one node cannot be compiled
     copied_bytes: int = 0
     members: set[int] = field(default_factory=set)  # node ids
 
@@ -68,6 +70,7 @@ class OpenSegment:
         self.members.add(node.id)
         if facts.late[index]:
             self.has_late, self.ops_at_late = True, self.ops
+        self.is_apart |= facts.apart[index]
         self.ops += node.kind == OpKind.COMPUTE
         self.has_fetch = self.has_fetch or node.kind == OpKind.FETCH
         self.has_foreign_write |= any(position in node.foreign for position in facts.external[index])
@@ -103,6 +106,12 @@ def python_runs_it(facts: BlockFacts, segment: OpenSegment, index: int, limits: 
 def python_has_run(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
     """A python segment is one op."""
     return Cut("functional", index) if segment.kind == "python" and segment.members else None
+
+
+def stands_apart(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
+    """What no backend compiles is replayed, alone."""
+    alone = facts.apart[index] or segment.is_apart
+    return Cut(segment.kind, index) if alone and segment.members else None
 
 
 def fetch_ends_commit(facts: BlockFacts, segment: OpenSegment, index: int, limits: Limits) -> Cut | None:
@@ -177,6 +186,7 @@ def work_precedes_late_feed(facts: BlockFacts, segment: OpenSegment, index: int,
 RULES: tuple[Rule, ...] = (
     python_runs_it,
     python_has_run,
+    stands_apart,
     fetch_ends_commit,
     foreign_write_ends_segment,
     commit_ends_when_writes_end,

@@ -44,7 +44,12 @@ class Segments:
 
 
 def cut_segments(
-    graph: TraceGraph, plan: Plan, bytes_of: BytesOf, limits: Limits = DEFAULT_LIMITS, late: Collection[int] = ()
+    graph: TraceGraph,
+    plan: Plan,
+    bytes_of: BytesOf,
+    limits: Limits = DEFAULT_LIMITS,
+    late: Collection[int] = (),
+    apart: Collection[int] = (),
 ) -> Segments:
     """Returns the segments of `plan`; linear in the graph, but for one sort.
 
@@ -53,6 +58,7 @@ def cut_segments(
     Args:
         bytes_of: asked for writes to the outside's memory only.
         late: nodes that need a word from Python although the graph does not show it: found out by running it.
+        apart: nodes that no backend compiles: found out by trying. Each has a segment of its own.
     """
     writes = external_writes(graph)
     segments: list[Segment] = []
@@ -60,7 +66,7 @@ def cut_segments(
     loop_of = plan.loop_of_block()
     segment_of = [NO_BLOCK] * len(graph.nodes)
     for block in plan.blocks:
-        facts = _facts(graph, block, writes, bytes_of, late)
+        facts = _facts(graph, block, writes, bytes_of, late, apart)
         first = len(segments)
         for kind, start, stop in _stretches(facts, limits):
             in_loop = loop_of[block.id] != NO_LOOP
@@ -77,6 +83,7 @@ def _facts(
     writes: dict[int, tuple[int, ...]],
     bytes_of: BytesOf,
     known_late: Collection[int],
+    apart: Collection[int],
 ) -> BlockFacts:
     nodes = [graph.nodes[node] for node in block.nodes]
     external = [writes.get(node.id, ()) for node in nodes]
@@ -84,7 +91,7 @@ def _facts(
     late = [node.id in known_late or needs_python(graph, node) for node in nodes]
     return BlockFacts(
         nodes, external, [max(size, default=0) for size in sizes], [sum(size) for size in sizes], late,
-        *distances(nodes, external),
+        [node.id in apart for node in nodes], *distances(nodes, external),
     )  # fmt: skip
 
 

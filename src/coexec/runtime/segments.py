@@ -55,6 +55,9 @@ MAX_REDESCRIBED = 3
 MAX_TRIES = 512
 """Iterations of one segment that are described in search of what is still needed of it."""
 
+OPS_AROUND = 8
+"""So many nodes of a segment there must be for each one that cannot be compiled, or it is replayed as it is."""
+
 NOTED_AGAIN = 10
 """How many times more runs there are when the database hears of them again: a write in the background, which a long
 training makes a few times."""
@@ -78,6 +81,7 @@ class SegmentManager:
         self._iterations = 0
         self._unplanned = 0  # edges that the plan leaves out
         self._late: set[int] = set()  # nodes whose input Python names too late for the segment that they were in
+        self._apart: set[int] = set()  # nodes that no backend compiles
         self._edges_taken = 0  # of the native step, when it was last asked which ones
 
     # ------------------------------------------------------------------------------------------ between iterations
@@ -118,7 +122,7 @@ class SegmentManager:
         self.plan = assign_cases(planned_for)
         if debug_level() >= 2:
             check_plan(self.plan, planned_for)
-        cut = cut_segments(planned_for, self.plan, native.bytes_written, late=self._late)
+        cut = cut_segments(planned_for, self.plan, native.bytes_written, late=self._late, apart=self._apart)
         known, under_way = {_sort_of(s.planned): s for s in self.segments if not s.native.stale}, self._jobs()
         make = loaded_core().PlannedSegment
         self.segments = [
@@ -176,6 +180,7 @@ class SegmentManager:
         self.captures.finish(native, described, graph)
         self.captures.start(native, self.segments)
         self._adopt(native)
+        self._set_apart(graph)
         if any(self._wants_description(segment) for segment in self.segments) or self.captures.of_many_sizes:
             native.describing = self._described = True
         self._active = any(self._wants_something(s) for s in self.segments)
@@ -284,7 +289,7 @@ class SegmentManager:
             if known.is_checked:  # otherwise it is, on live inputs, before it takes over
                 self._load(segment, version, known)
         elif isinstance(known, Failure):
-            self._stay(segment, version, f"{known.kind}: {known.reason}")
+            self._refused(segment, version, known)
 
     # ------------------------------------------------------------------------------------------------- adopting
 
@@ -298,8 +303,7 @@ class SegmentManager:
             if done.artifact is not None:
                 self._load(segment, version, done.artifact)
             else:
-                failure = done.failure
-                self._stay(segment, version, f"{failure.kind}: {failure.reason}" if failure else "no result")
+                self._refused(segment, version, done.failure or Failure(version.key, "compile error", "no result"))
             adopted = True
         if adopted:
             self._reinstall(native)
@@ -343,6 +347,20 @@ class SegmentManager:
         version.state, version.reason = State.REPLAY, reason
         segment.tries = 0  # another version may be looked for instead
         self.compile_failures[reason.split(":")[0]] += 1
+
+    def _refused(self, segment: ManagedSegment, version: Version, failure: Failure) -> None:
+        self._stay(segment, version, f"{failure.kind}: {failure.reason}")
+        if version.symbolic is None:
+            segment.not_lowerable = str(failure.facts.get("op", ""))
+
+    def _set_apart(self, graph: TraceGraph) -> None:
+        """Ops that cannot be compiled get segments of their own, if enough is left around them to be compiled."""
+        for segment in (s for s in self.segments if s.not_lowerable):
+            ops = [node for node in segment.nodes if graph.nodes[node].op == segment.not_lowerable]
+            segment.not_lowerable = ""
+            if len(ops) * OPS_AROUND <= len(segment.nodes):
+                self._apart.update(ops)
+                self.graph_changed()
 
     def _give_up(self, segment: ManagedSegment, reason: str) -> None:
         segment.fixed = reason

@@ -101,6 +101,7 @@ class ManagedSegment:
     versions: list[Version] = field(default_factory=list)
     described: dict[int, BuiltSegment] = field(default_factory=dict)  # by signature; while it may be needed
     tries: int = 0  # iterations that were described in search of another set of shapes
+    not_lowerable: str = ""  # an op of it that cannot be compiled, until the plan is made anew without it
     not_dynamic: str = ""  # why no version for many sizes is sought any more
     redescribed: int = 0
 
