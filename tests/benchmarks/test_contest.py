@@ -23,7 +23,7 @@ from benchmarks.contest.child import ASK_EVERY, QUIET_STEPS, QUIET_STEPS_KEPT, W
 from benchmarks.contest.contenders import CONTENDERS, DISTURBED, EAGER
 from benchmarks.contest.converting import difference, exported, frozen, reason, scripted, traced, train, verdict
 from benchmarks.contest.measure import by_importance, distance, first_fast_s, per_step
-from benchmarks.contest.page import best_compile, write_page
+from benchmarks.contest.page import best_compile, co_executed_verdict, write_page
 from benchmarks.programs.program import Program
 
 
@@ -289,7 +289,13 @@ def test_a_page_of_a_small_run_shows_what_ran(tmp_path: Path) -> None:
 
 def test_a_result_that_is_not_bit_identical_is_called_wrong(tmp_path: Path) -> None:
     result = sample_result()
-    result["programs"]["gpt2"]["losses"]["coexec replay"] = [1.0000001]
+    entry = result["programs"]["gpt2"]
+    entry["losses"]["coexec replay"] = [1.0000001]
+    entry["distances"]["coexec replay"] = 1e-5
+    assert co_executed_verdict(entry) == "WRONG (co-execution)"
+    entry["losses"]["eager again"], entry["distances"]["eager again"] = [1.0000002], 2e-5
+    assert co_executed_verdict(entry) == "yes, as close as eager to itself (co-execution)"
+    del entry["losses"]["eager again"]
     write_page(result, tmp_path / "page.md")
     assert "WRONG (co-execution)" in (tmp_path / "page.md").read_text()
 

@@ -42,6 +42,16 @@ inline bool matches_shape(const Geometry& g, const c10::TensorImpl& t) {
   return g.dtype == t.dtype().toScalarType() && t.sizes() == c10::IntArrayRef(g.sizes) &&
       t.strides() == c10::IntArrayRef(g.strides) && lazy_bits_of(t) == g.lazy_bits;
 }
+// Elements lie where `g` says: strides of dimensions of one element may differ.
+inline bool lies_alike(const Geometry& g, const c10::TensorImpl& t) {
+  if (g.dtype != t.dtype().toScalarType() || t.sizes() != c10::IntArrayRef(g.sizes) || t.storage_offset() != g.offset ||
+      lazy_bits_of(t) != g.lazy_bits)
+    return false;
+  for (size_t d = 0; d < g.sizes.size(); d++)
+    if (g.sizes[d] > 1 && t.strides()[d] != g.strides[d])
+      return false;
+  return true;
+}
 inline bool same_shape(const Geometry& a, const Geometry& b) {
   return a.dtype == b.dtype && a.sizes == b.sizes && a.strides == b.strides && a.lazy_bits == b.lazy_bits;
 }

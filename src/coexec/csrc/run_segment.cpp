@@ -467,8 +467,8 @@ void GraphRunner::commit(const Segment& s, int64_t at, const SegmentRun& run, st
   for (const auto& o : s.outputs) {
     auto& t = results[r++];
     const Geometry* g = geometry_of(o.slot, at + static_cast<int64_t>(s.nodes.size()));
-    TORCH_INTERNAL_ASSERT(g && matches(*g, *t.unsafeGetTensorImpl()), "coexec: a compiled segment returned ", t.sizes(),
-        " strides ", t.strides());
+    TORCH_INTERNAL_ASSERT(g && lies_alike(*g, *t.unsafeGetTensorImpl()), "coexec: a compiled segment returned ",
+        t.sizes(), " strides ", t.strides());
     const Node& n = program_->at(program_->node_of_slot(o.slot));
     it.set_memory(it.entry(at + n.position).first_sid + o.slot - n.slot_base, t.storage());
   }
