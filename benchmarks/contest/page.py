@@ -6,6 +6,7 @@ python -m benchmarks.contest.page out/bench/programs.json docs/programs.md
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -70,11 +71,16 @@ def outcome(entry: dict[str, Any]) -> Iterable[str]:
     found = entry.get("conversions", {})
     for verdict in ("yes", "wrong", "no", "unknown"):
         if ways := [way for way, one in found.items() if one["verdict"] == verdict]:
-            why = found[ways[0]]["why"]
+            why = reason(found[ways[0]])
             yield f"converts, {verdict}: {', '.join(ways)}" + (f"; {ways[0]}: `{why}`" if why else "")
     for name in (COEXEC_KEPT, COEXEC_REPLAY):
         if ours := entry.get("contenders", {}).get(name, {}).get("coexec"):
             yield f"{name}: {graph_in_words(ours['stats'])}"
+
+
+def reason(verdict: dict[str, str]) -> str:
+    """Returns why a program does not convert, without the folder that it was in."""
+    return re.sub(r'[^\s"]*/(?=benchmarks/)', "", verdict["why"])
 
 
 def graph_in_words(stats: dict[str, Any]) -> str:
@@ -195,7 +201,7 @@ def conversions(result: dict[str, Any]) -> str:
         found = entry.get("conversions", {})
         ours = co_executed_verdict(entry)
         rows.append([name, *(found.get(way, {}).get("verdict", NOTHING) for way in WAYS), ours])
-        reasons += [f"- {name}, {way}: {v['verdict']}: `{v['why']}`" for way, v in found.items() if v["why"]]
+        reasons += [f"- {name}, {way}: {v['verdict']}: `{reason(v)}`" for way, v in found.items() if v["why"]]
     intro = (
         '"wrong": it converts without a complaint and then trains something else. Sizes are tiny, graphs are captured '
         "but not compiled.\n\n"
