@@ -117,7 +117,7 @@ void Step::note_untold(const Node& n) {
   int& count = untold_[mix(n.location, n.info->name_hash)];
   count += cannot_be_told(n) ? kNeverTold : 1;
   if (count >= kEnough)
-    recorder.awaited.insert(mix(n.location, n.info->name_hash));
+    recorder.untold.insert(mix(n.location, n.info->name_hash));
 }
 
 // A view of memory from outside is an ordinary tensor, made by the op itself.

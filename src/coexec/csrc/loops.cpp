@@ -48,13 +48,6 @@ void Step::fold_list(uint64_t location) {
   fold_location(location);
 }
 
-bool Step::await_op(uint64_t location, const std::string& name) {
-  if (!recorder.awaited.insert(mix(location, std::hash<std::string>()(name))).second)
-    return false;
-  start_anew();
-  return true;
-}
-
 // Nodes are numbered anew: what refers to the old ones goes with them.
 void Step::start_anew() {
   graph.join_iteration();

@@ -131,7 +131,7 @@ bool Step::takes(const Node& n, size_t arg, const c10::IValue& number, c10::Arra
   if (!n.guarded || same_value(n.args[arg].value, number))
     return true;
   if (!info.takes_any_number) {
-    recorder.awaited.insert(mix(n.location, info.name_hash));
+    recorder.untold.insert(mix(n.location, info.name_hash));
     return false;
   }
   auto dtype = first_dtype(args);

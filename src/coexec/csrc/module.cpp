@@ -54,7 +54,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("fold_loop", &Step::fold_loop)
       .def("fold_location", &Step::fold_location)
       .def("fold_list", &Step::fold_list)
-      .def("await_op", &Step::await_op)
       .def("mark_loop_conds", &Step::mark_loop_conds)
       .def("mark_unplanned", &Step::mark_unplanned)
       .def("taken", &Step::taken)

@@ -135,7 +135,7 @@ void Recorder::record(const OpInfo* info, const OpIdentity& id, bool guarded, co
   if (info->is_fetch)
     t.kind = Kind::Fetch;
   else if (info->always_sync || masked || !plain || special || (guarded && info->may_raise) ||
-      awaited.count(mix(id.location, info->name_hash)))
+      untold.count(mix(id.location, info->name_hash)))
     t.kind = Kind::Sync;
   else if (info->allocates && native_fills.count(id.location))
     t.kind = Kind::Host;

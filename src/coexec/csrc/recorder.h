@@ -108,9 +108,8 @@ class Recorder {
   std::string other_device; // of a tensor that an op met, if it is neither the CPU nor meta
   // Locations of aten::empty whose memory native code fills through its pointer: real memory from the start.
   std::unordered_set<uint64_t> native_fills;
-  // Ops (location and name) that Python waits for, recorded as SYNC: what they return cannot be told before they ran,
-  // or they have raised.
-  std::unordered_set<uint64_t> awaited;
+  // Ops (location and name) whose output metadata cannot be told before they ran: recorded as SYNC.
+  std::unordered_set<uint64_t> untold;
 
  private:
   struct Known {

@@ -95,9 +95,6 @@ class Step {
   void fold_loop(uint64_t location, size_t depth, int first, int last);
   void fold_location(uint64_t location);
   void fold_list(uint64_t location); // and the lists of the op there are loops over their elements
-  // Python waits for an op from now on: it has raised when Python had passed it. False if it does already. The program
-  // begins anew.
-  bool await_op(uint64_t location, const std::string& name);
   void mark_loop_conds(const std::vector<int32_t>& nodes);
   // Edges that the plan leaves out, and whether an iteration in co-execution took one.
   void mark_unplanned(const std::vector<std::pair<int32_t, int32_t>>& edges);

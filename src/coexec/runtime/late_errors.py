@@ -14,19 +14,13 @@ from coexec.runtime.history import user_line
 _RAISES = compile("raise NameError", "", "exec")
 
 
-def raised_late(fallback: tuple[str, str, int, int]) -> bool:
-    """Whether a kernel raised when Python had passed its line. (reason, op, location, node), as `Step.fallback`."""
-    return fallback[0] == "kernel error"
-
-
 def name_the_line(error: BaseException, native: Any) -> None:
     """Adds to the error of a kernel a note that names its line, and the frames that led to its op."""
     fallback = native.fallback
-    if fallback is None or not raised_late(fallback):
+    if fallback is None or fallback[0] != "kernel error":
         return
     chain = native.chain(fallback[2])
-    place = f"raised by {fallback[1]} at {user_line(chain)}"
-    note = f"coexec: {place}, when Python had gone on behind it; from now on Python waits for this operation"
+    note = f"coexec: raised by {fallback[1]} at {user_line(chain)}"
     if note in getattr(error, "__notes__", ()):  # it may be met at several waits
         return
     error.add_note(note)

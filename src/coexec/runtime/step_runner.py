@@ -26,7 +26,7 @@ from coexec.runtime.dynamo import ForceEager, force_eager, watch_compiled_code
 from coexec.runtime.folding import LoopFolder
 from coexec.runtime.graph_view import GraphView
 from coexec.runtime.history import History, Waited, user_line, waits_of
-from coexec.runtime.late_errors import name_the_line, raised_late, same_error
+from coexec.runtime.late_errors import name_the_line, same_error
 from coexec.runtime.policy import Phase, PhasePolicy
 from coexec.runtime.segments import SegmentManager, wait_compiled
 from coexec.runtime.stats import Counters, StepStats
@@ -377,9 +377,6 @@ class StepRunner:
             event = self.history.fallback(self.counters.iterations, fallback, native, completed)
             if debug_level() >= 1:
                 print(f"coexec: step {self.name}: {event}", file=sys.stderr)
-            if raised_late(fallback) and native.await_op(fallback[2], fallback[1]):
-                self._start_anew(native)  # the next time it raises before Python goes on
-                return
         if not native.has_trace:
             self.counters.co_executed += 1
             self.counters.python_s += self._python_s
@@ -418,9 +415,7 @@ class StepRunner:
             self.segments.graph_changed()
 
     def _start_anew(self, native: Any) -> None:
-        """Loops were folded, or an op is to be waited for: the next iterations are traced into a new graph."""
-        self.benefit.changed()
-        self.waiting.disturbed()
+        """Loops were folded: the next iterations are traced into a new graph."""
         self.segments.abandon(native)
         self.graph = TraceGraph()
         self.segments = SegmentManager(self.options, self.where)
