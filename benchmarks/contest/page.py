@@ -30,7 +30,8 @@ from benchmarks.markdown import table
 from benchmarks.programs import catalog
 
 NOTHING = "-"
-FEW_ROUNDS = 5
+FEW_ROUNDS = 8
+"""With fewer, an interval of medians reaches from about the lowest round to about the highest."""
 
 
 def write_page(result: dict[str, Any], page: Path) -> None:
@@ -179,7 +180,7 @@ def contenders_of(result: dict[str, Any]) -> list[str]:
 
 
 def few_rounds(result: dict[str, Any]) -> str:
-    """Returns a warning where so few rounds were measured that an interval is no more than the rounds themselves."""
+    """Returns a warning where an interval is hardly more than the rounds themselves."""
     rounds = result["plan"]["rounds"]
     return f"With {rounds} rounds an interval says little. " if rounds < FEW_ROUNDS else ""
 

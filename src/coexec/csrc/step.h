@@ -266,8 +266,8 @@ class Step {
   std::vector<uint32_t> met_; // per pair of the program: how often in this iteration
   c10::SmallVector<In, 8> in_; // of the op at hand
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> keyed_; // ordinary tensors that carry the key for now
-  ska::flat_hash_map<c10::StorageImpl*, int64_t, AddressHash>
-      external_writes_; // last log index that wrote memory from outside
+  // Last log index that wrote memory from outside.
+  ska::flat_hash_map<c10::StorageImpl*, int64_t, AddressHash> external_writes_;
   bool overlap_allowed_ = false;
   ForeignUse foreign_use_; // kept if overlap_allowed_
   std::shared_ptr<Overlap> overlap_; // of a call that returned early
